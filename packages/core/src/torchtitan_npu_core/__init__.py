@@ -1,0 +1,16 @@
+"""Plugin system that lets a torchtitan job use Ascend NPU fused operators by name."""
+
+from torchtitan_npu_core.__about__ import __version__
+from torchtitan_npu_core.errors import ConverterError
+from torchtitan_npu_core.hookspecs import hookimpl
+from torchtitan_npu_core.specs import ConverterSpec, DeviceLimit, OperatorSpec, OptionSpec
+
+__all__ = [
+    "ConverterError",
+    "ConverterSpec",
+    "DeviceLimit",
+    "OperatorSpec",
+    "OptionSpec",
+    "__version__",
+    "hookimpl",
+]

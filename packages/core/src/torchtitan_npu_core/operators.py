@@ -1,0 +1,287 @@
+"""The operator layer: one call, ``torch.ops.npu.*``, that runs on an NPU and everywhere else.
+
+Where torch_npu imports, its operators are used and only what it lacks is added (sharding rules).
+Where it does not, the operators a plugin declares are defined here with the same schemas, as real
+dispatcher operators: a kernel for any device, a fake kernel, an autograd formula or, for operators
+without derivative on the device, a backward that raises, and a DTensor sharding rule.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from torchtitan_npu_core.discovery import PluginRecord
+from torchtitan_npu_core.errors import DeviceLimitError, NotDifferentiableError
+from torchtitan_npu_core.loading import PluginSet
+from torchtitan_npu_core.specs import DEVICE_FAMILIES, DeviceLimit, OperatorSpec
+
+logger = logging.getLogger(__name__)
+
+TARGET_VARIABLE = "TORCHTITAN_NPU_TARGET_DEVICE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperatorKernels:
+    """The implementation of one operator.
+
+    Args:
+        reference: Kernel for any device; takes the schema's arguments. Defines what is correct.
+        fake: Same arguments; returns empty outputs of the right shape and dtype.
+        check: Same arguments; raises ``OperatorArgumentError`` for what the device would refuse.
+        measure: Same arguments; returns the quantities that device limits are about.
+        setup_context: As ``torch.library.register_autograd`` takes it.
+        backward: As ``torch.library.register_autograd`` takes it. None for an operator without
+            derivative on the device: its backward then raises here.
+        sharding: Function for ``torch.distributed.tensor.experimental.register_sharding``.
+    """
+
+    reference: Callable[..., Any]
+    fake: Callable[..., Any]
+    check: Callable[..., None]
+    measure: Callable[..., Mapping[str, Any]]
+    setup_context: Callable[..., None] | None = None
+    backward: Callable[..., Any] | None = None
+    sharding: Callable[..., Any] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisteredOperator:
+    """An operator that can be called.
+
+    Args:
+        spec: Its declaration.
+        kernels: Our implementation of it.
+        provider: ``"torch_npu"`` or ``"reference"``.
+    """
+
+    spec: OperatorSpec
+    kernels: OperatorKernels
+    provider: str
+
+
+_registered: dict[str, RegisteredOperator] = {}
+_libraries: dict[str, torch.library.Library] = {}
+_target: ContextVar[str] = ContextVar("torchtitan_npu_target", default="")
+
+
+# ---------------------------------------------------------------- which backend
+
+
+@functools.cache
+def device_library_problem() -> str | None:
+    """Import torch_npu if it is installed; say why it cannot be used, or None if it can.
+
+    The answer is worked out once per process. An installed library that cannot be imported is
+    reported once, as a warning.
+    """
+    if importlib.util.find_spec("torch_npu") is None:
+        return "torch_npu is not installed"
+    try:
+        importlib.import_module("torch_npu")
+    except Exception as error:
+        problem = f"torch_npu is installed but cannot be imported: {type(error).__name__}: {error}"
+        logger.warning("[converter] %s; reference kernels are used instead", problem)
+        return problem
+    return None
+
+
+def has_device_operator(name: str) -> bool:
+    """Whether torch_npu provides this operator."""
+    return device_library_problem() is None and name not in _registered and _exists(name)
+
+
+def _exists(name: str) -> bool:
+    namespace, _, operator = name.partition("::")
+    return hasattr(getattr(torch.ops, namespace), operator)
+
+
+# ---------------------------------------------------------------- device limits
+
+
+def target_device() -> str:
+    """Device family the job targets, or an empty string.
+
+    Set with ``target`` in the ``[npu]`` section, or with ``TORCHTITAN_NPU_TARGET_DEVICE``.
+    """
+    return _target.get() or os.environ.get(TARGET_VARIABLE, "")
+
+
+@contextmanager
+def targeting(family: str) -> Iterator[None]:
+    """Enforce the limits of one device family inside the block."""
+    if family and family not in DEVICE_FAMILIES:
+        raise ValueError(f"unknown device family {family!r}, known: {sorted(DEVICE_FAMILIES)}")
+    token = _target.set(family)
+    try:
+        yield
+    finally:
+        _target.reset(token)
+
+
+def set_target(family: str) -> None:
+    """Enforce the limits of one device family from now on, in this process."""
+    _target.set(family)
+
+
+def violations(
+    limits: Sequence[DeviceLimit], quantities: Mapping[str, Any], family: str
+) -> list[str]:
+    """Describe every limit of a device family that the given quantities break."""
+    found = []
+    for limit in limits:
+        if family in limit.families and limit.quantity in quantities:
+            value = quantities[limit.quantity]
+            wrong = limit.violation(value)
+            if wrong:
+                reason = f" ({limit.reason})" if limit.reason else ""
+                found.append(f"{limit.quantity} is {value}, {wrong}{reason}")
+    return found
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=2)
+
+
+def enforce_limits(spec: OperatorSpec, quantities: Mapping[str, Any]) -> None:
+    """Raise if the targeted family cannot run a call; without a target, warn once.
+
+    Raises:
+        DeviceLimitError: With every limit that is broken.
+    """
+    if not spec.limits:
+        return
+    family = target_device()
+    if family:
+        broken = violations(spec.limits, quantities, family)
+        if broken:
+            raise DeviceLimitError(spec.name, family, broken)
+        return
+    for family in DEVICE_FAMILIES:
+        broken = violations(spec.limits, quantities, family)
+        if broken:
+            _warn_once(
+                f"{spec.name} would be refused on device family {family!r}: {'; '.join(broken)}"
+            )
+
+
+# ---------------------------------------------------------------- registration
+
+
+def load_kernels(spec: OperatorSpec) -> OperatorKernels:
+    """Import the kernels a declaration names."""
+    module_name, _, attribute = spec.kernels.partition(":")
+    kernels = getattr(importlib.import_module(module_name), attribute)
+    if not isinstance(kernels, OperatorKernels):
+        raise TypeError(f"{spec.kernels} is a {type(kernels).__name__}, expected OperatorKernels")
+    return kernels
+
+
+def register_operator(spec: OperatorSpec) -> RegisteredOperator:
+    """Make one operator callable. Doing it again changes nothing.
+
+    Raises:
+        ValueError: If another declaration of the same name has another schema.
+    """
+    known = _registered.get(spec.name)
+    if known is not None:
+        if known.spec.schema != spec.schema:
+            raise ValueError(
+                f"operator {spec.name} is declared twice with different schemas: "
+                f"{known.spec.schema} and {spec.schema}"
+            )
+        return known
+    kernels = load_kernels(spec)
+    provider = "torch_npu" if has_device_operator(spec.name) else "reference"
+    registered = RegisteredOperator(spec=spec, kernels=kernels, provider=provider)
+    if provider == "reference":
+        _define(spec, kernels)
+    if kernels.sharding is not None:
+        _add_sharding(spec, kernels.sharding)
+    _registered[spec.name] = registered
+    return registered
+
+
+def _define(spec: OperatorSpec, kernels: OperatorKernels) -> None:
+    namespace = spec.name.partition("::")[0]
+    library = _libraries.get(namespace)
+    if library is None:
+        library = _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
+    library.define(spec.schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+    @functools.wraps(kernels.reference)
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        kernels.check(*args, **kwargs)
+        enforce_limits(spec, kernels.measure(*args, **kwargs))
+        return kernels.reference(*args, **kwargs)
+
+    @functools.wraps(kernels.fake)
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        kernels.check(*args, **kwargs)
+        return kernels.fake(*args, **kwargs)
+
+    torch.library.impl(spec.name, "default", kernel, lib=library)
+    torch.library.register_fake(spec.name, fake, lib=library)
+    backward = kernels.backward
+    if backward is None:
+
+        def backward(ctx: Any, *grads: Any) -> Any:
+            raise NotDifferentiableError(spec.name)
+
+    torch.library.register_autograd(
+        spec.name, backward, setup_context=kernels.setup_context, lib=library
+    )
+
+
+def _add_sharding(spec: OperatorSpec, rule: Callable[..., Any]) -> None:
+    """Tell DTensor how to shard the operator, unless something already has."""
+    if not torch.distributed.is_available():
+        return
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.experimental import register_sharding
+
+    namespace, _, operator = spec.name.partition("::")
+    overload = getattr(getattr(torch.ops, namespace), operator).default
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    for table in ("op_to_rules", "op_strategy_funcs", "op_single_dim_strategy_funcs"):
+        if overload in getattr(propagator, table, {}):
+            return
+    register_sharding(overload)(rule)
+
+
+def declared_operators(plugins: PluginSet, record: PluginRecord) -> list[OperatorSpec]:
+    """Operators one plugin declares, checked to be declarations."""
+    specs = []
+    for returned in plugins.call(record, "torchtitan_npu_operators"):
+        for spec in returned:
+            if not isinstance(spec, OperatorSpec):
+                raise TypeError(
+                    f"plugin {record.name!r} ({record.owner}): torchtitan_npu_operators returned "
+                    f"a {type(spec).__name__}, expected OperatorSpec"
+                )
+            specs.append(spec)
+    return specs
+
+
+def register_plugin_operators(
+    plugins: PluginSet, record: PluginRecord
+) -> list[RegisteredOperator]:
+    """Make all operators of one plugin callable."""
+    return [register_operator(spec) for spec in declared_operators(plugins, record)]
+
+
+def registered_operators() -> dict[str, RegisteredOperator]:
+    """Operators registered so far, by name."""
+    return dict(_registered)
