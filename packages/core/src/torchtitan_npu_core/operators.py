@@ -12,24 +12,19 @@ import functools
 import importlib
 import importlib.util
 import logging
-import os
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from torchtitan_npu_core.discovery import PluginRecord
-from torchtitan_npu_core.errors import DeviceLimitError, NotDifferentiableError
+from torchtitan_npu_core.errors import NotDifferentiableError
+from torchtitan_npu_core.limits import enforce_limits
 from torchtitan_npu_core.loading import PluginSet
-from torchtitan_npu_core.specs import DEVICE_FAMILIES, DeviceLimit, OperatorSpec
+from torchtitan_npu_core.specs import OperatorSpec
 
 logger = logging.getLogger(__name__)
-
-TARGET_VARIABLE = "TORCHTITAN_NPU_TARGET_DEVICE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +68,6 @@ class RegisteredOperator:
 
 _registered: dict[str, RegisteredOperator] = {}
 _libraries: dict[str, torch.library.Library] = {}
-_target: ContextVar[str] = ContextVar("torchtitan_npu_target", default="")
 
 
 # ---------------------------------------------------------------- which backend
@@ -105,76 +99,6 @@ def has_device_operator(name: str) -> bool:
 def _exists(name: str) -> bool:
     namespace, _, operator = name.partition("::")
     return hasattr(getattr(torch.ops, namespace), operator)
-
-
-# ---------------------------------------------------------------- device limits
-
-
-def target_device() -> str:
-    """Device family the job targets, or an empty string.
-
-    Set with ``target`` in the ``[npu]`` section, or with ``TORCHTITAN_NPU_TARGET_DEVICE``.
-    """
-    return _target.get() or os.environ.get(TARGET_VARIABLE, "")
-
-
-@contextmanager
-def targeting(family: str) -> Iterator[None]:
-    """Enforce the limits of one device family inside the block."""
-    if family and family not in DEVICE_FAMILIES:
-        raise ValueError(f"unknown device family {family!r}, known: {sorted(DEVICE_FAMILIES)}")
-    token = _target.set(family)
-    try:
-        yield
-    finally:
-        _target.reset(token)
-
-
-def set_target(family: str) -> None:
-    """Enforce the limits of one device family from now on, in this process."""
-    _target.set(family)
-
-
-def violations(
-    limits: Sequence[DeviceLimit], quantities: Mapping[str, Any], family: str
-) -> list[str]:
-    """Describe every limit of a device family that the given quantities break."""
-    found = []
-    for limit in limits:
-        if family in limit.families and limit.quantity in quantities:
-            value = quantities[limit.quantity]
-            wrong = limit.violation(value)
-            if wrong:
-                reason = f" ({limit.reason})" if limit.reason else ""
-                found.append(f"{limit.quantity} is {value}, {wrong}{reason}")
-    return found
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    warnings.warn(message, UserWarning, stacklevel=2)
-
-
-def enforce_limits(spec: OperatorSpec, quantities: Mapping[str, Any]) -> None:
-    """Raise if the targeted family cannot run a call; without a target, warn once.
-
-    Raises:
-        DeviceLimitError: With every limit that is broken.
-    """
-    if not spec.limits:
-        return
-    family = target_device()
-    if family:
-        broken = violations(spec.limits, quantities, family)
-        if broken:
-            raise DeviceLimitError(spec.name, family, broken)
-        return
-    for family in DEVICE_FAMILIES:
-        broken = violations(spec.limits, quantities, family)
-        if broken:
-            _warn_once(
-                f"{spec.name} would be refused on device family {family!r}: {'; '.join(broken)}"
-            )
 
 
 # ---------------------------------------------------------------- registration
@@ -273,6 +197,15 @@ def declared_operators(plugins: PluginSet, record: PluginRecord) -> list[Operato
                 )
             specs.append(spec)
     return specs
+
+
+def declared_specs(plugins: PluginSet) -> dict[str, OperatorSpec]:
+    """Operators of all loaded plugins, by name."""
+    return {
+        spec.name: spec
+        for record in plugins.loaded
+        for spec in declared_operators(plugins, record)
+    }
 
 
 def register_plugin_operators(

@@ -21,10 +21,30 @@ from torchtitan_npu_core.errors import (
     FactoryError,
     UnmatchedConverterError,
 )
+from torchtitan_npu_core.limits import violations
 from torchtitan_npu_core.registry import Offer
+from torchtitan_npu_core.specs import OperatorSpec
 from torchtitan_npu_core.swap import replaced_from
 
 RootHook = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSizes:
+    """Sizes of one forward on one rank.
+
+    Args:
+        batch: Sequences per forward.
+        seq_len: Tokens per sequence on this rank.
+        tensor_parallel: Ranks that share the attention heads.
+    """
+
+    batch: int
+    seq_len: int
+    tensor_parallel: int = 1
+
+
+Sizes = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +55,9 @@ class Replacement:
         cls: The new class. It must derive from the module's own class.
         attributes: Plain attributes to set on the instance. They must survive ``copy.deepcopy``.
         note: What a reader of the plan should know, e.g. a route taken for some inputs.
-        sizes: Quantities known before any call, per operator, e.g.
-            ``{"npu::npu_rotary_mul": {"head_dim": 64}}``; compared with device limits.
+        sizes: Function of the job's sizes that returns the quantities of this module's operator
+            calls, e.g. ``{"npu::npu_rotary_mul": {"head_dim": 64}}``, to compare with device limits
+            before the first call.
         calls: Calls of each operator in one forward of this module.
         keeps_children: False if child modules are no longer called through the module tree; a
             claim on a module below this one is then an error.
@@ -45,7 +66,7 @@ class Replacement:
     cls: type[nn.Module]
     attributes: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
-    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    sizes: Callable[[JobSizes], Sizes] | None = None
     calls: Mapping[str, int] = field(default_factory=dict)
     keeps_children: bool = True
 
@@ -168,6 +189,32 @@ class ConversionPlan:
                 for name, number in row.replacement.calls.items():
                     total[name] = total.get(name, 0) + number
         return total
+
+    def limit_problems(
+        self, family: str, job: JobSizes, specs: Mapping[str, OperatorSpec]
+    ) -> list[str]:
+        """Say which replacements a device family could not run.
+
+        Args:
+            family: Key of ``DEVICE_FAMILIES``.
+            job: Sizes of one forward.
+            specs: Declared operators, by name.
+
+        Returns:
+            One line per distinct problem, with the number of modules it concerns.
+        """
+        found: dict[tuple[str, str, str], list[str]] = {}
+        for row in self.rows:
+            if row.replacement is None or row.replacement.sizes is None:
+                continue
+            for operator, quantities in row.replacement.sizes(job).items():
+                if operator in specs:
+                    for problem in violations(specs[operator].limits, quantities, family):
+                        found.setdefault((row.converter, operator, problem), []).append(row.fqn)
+        return [
+            f"{converter}: {operator} on {family}: {problem} ({len(fqns)} modules, first {fqns[0]})"
+            for (converter, operator, problem), fqns in found.items()
+        ]
 
     def check_matched(self) -> None:
         """Raise if a converter replaces nothing and that was not allowed.

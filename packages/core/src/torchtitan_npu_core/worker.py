@@ -127,6 +127,9 @@ def run(args: Sequence[str], before_train: Callable[[Any], None] | None = None) 
     init_logger()
     _quiet_other_ranks()
     config = ConfigManager().parse_args(list(args))
+    if config.model.converters == [""]:
+        # '--model.converters=' on the command line: none, not one without a name
+        config.model.converters = []
     register(list(config.model.converters))
     check_names(config)
     if on_cpu:

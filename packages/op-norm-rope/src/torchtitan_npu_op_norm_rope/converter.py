@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
-from torchtitan_npu_core.plan import Converter, Replacement, RootSetup, Skip
+from torchtitan_npu_core.plan import Converter, JobSizes, Replacement, RootSetup, Sizes, Skip
 from torchtitan_npu_core.swap import replacement_class
 from torchtitan_npu_op_norm_rope.contract import Refusal, rotary_contract
 from torchtitan_npu_op_norm_rope.modules import FusedRMSNorm, FusedRotary
@@ -48,6 +49,25 @@ def _look_alike(module: nn.Module) -> Skip | None:
     return None
 
 
+def _rotary_sizes(mode: str, module: nn.Module, job: JobSizes) -> Sizes:
+    """Quantities of a rotary call, as far as the module's attributes tell them."""
+    sizes: dict[str, Any] = {"rotary_mode": mode}
+    # the rotated part of a head, where a head has one, comes first
+    for name in ("qk_rope_head_dim", "head_dim"):
+        width = getattr(module, name, None)
+        if isinstance(width, int):
+            sizes["head_dim"] = width
+            break
+    heads = getattr(module, "n_heads", None)
+    if isinstance(heads, int):
+        heads = max(1, heads // job.tensor_parallel)
+        if mode == "interleave":
+            sizes["interleave_rows"] = job.batch * heads
+        else:
+            sizes["half_batch"], sizes["half_heads"] = job.batch, heads
+    return {"npu::npu_rotary_mul": sizes}
+
+
 class RotaryConverter(Converter):
     """Replaces modules that apply rotary embedding through a function of their Python module."""
 
@@ -70,18 +90,11 @@ class RotaryConverter(Converter):
         notes = [f"{contract.mode} pairs", "float32" if wide else "activation dtype"]
         if contract.positions_name and contract.mode == "interleave":
             notes.append("positions per row as [batch * seq, heads, D]")
-        sizes: dict[str, int] = {}
-        for attribute in ("qk_rope_head_dim", "head_dim"):
-            if isinstance(getattr(module, attribute, None), int):
-                sizes["head_dim"] = getattr(module, attribute)
-                break
-        if isinstance(getattr(module, "n_heads", None), int):
-            sizes["num_heads"] = module.n_heads  # type: ignore[assignment]
         return Replacement(
             cls=replacement_class(FusedRotary, cls),
             attributes={TABLES_ATTRIBUTE: self.tables, "rotary_wide": wide},
             note=", ".join(notes),
-            sizes={"npu::npu_rotary_mul": sizes},
+            sizes=functools.partial(_rotary_sizes, contract.mode, module),
             calls={"npu::npu_rotary_mul": contract.num_calls * contract.num_tensors},
         )
 

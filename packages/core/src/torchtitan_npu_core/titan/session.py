@@ -14,12 +14,14 @@ import torch.distributed as dist
 from torch import nn
 
 from torchtitan_npu_core import apply, report
-from torchtitan_npu_core.errors import PluginSetMismatchError
+from torchtitan_npu_core.errors import DeviceLimitError, PluginSetMismatchError
 from torchtitan_npu_core.fsdp import use_sum_reduction
+from torchtitan_npu_core.limits import set_target, target_device
 from torchtitan_npu_core.loading import PluginSet, discover_and_load, report_problems
-from torchtitan_npu_core.operators import set_target
+from torchtitan_npu_core.operators import declared_specs
 from torchtitan_npu_core.plan import ConversionPlan, plan_conversion
 from torchtitan_npu_core.registry import SECTION, ConverterRegistry, check_is_list
+from torchtitan_npu_core.titan.job import job_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ class ConversionSession:
         self.offers = registry.resolve(names)
         self.names = [offer.spec.name for offer in self.offers]
         self.dump_folder = job_config.job.dump_folder
+        self.sizes = job_sizes(job_config)
         set_target(self.settings.target)
         check_same_plugins(self.plugins)
         self._plans: weakref.WeakKeyDictionary[nn.Module, tuple[ConversionPlan, set[str]]] = (
@@ -63,6 +66,20 @@ class ConversionSession:
             model, self.offers, self.settings.options, self.settings.allow_unmatched
         )
 
+    def check_limits(self, plan: ConversionPlan) -> None:
+        """Refuse a plan that the targeted device family could not run.
+
+        Raises:
+            DeviceLimitError: With every problem.
+        """
+        family = target_device()
+        if not family:
+            return
+        specs = declared_specs(self.plugins)
+        problems = plan.limit_problems(family, self.sizes, specs)
+        if problems:
+            raise DeviceLimitError("This model", family, problems)
+
     def convert(self, name: str, model: nn.Module) -> None:
         """Carry out one converter, at its turn in the host's list.
 
@@ -72,6 +89,7 @@ class ConversionSession:
         if model not in self._plans:
             plan = self.plan(model)
             plan.check_matched()
+            self.check_limits(plan)
             apply.prepare(plan, self.plugins)
             self._plans[model] = (plan, set())
         plan, done = self._plans[model]

@@ -1,0 +1,141 @@
+"""``torchtitan-npu train CONFIG``: run the job with torchtitan's own trainer."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import tomlkit
+import tomlkit.exceptions
+
+from torchtitan_npu_core import assets
+from torchtitan_npu_core.configs import find_config
+from torchtitan_npu_core.errors import CommandError
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Contents of a TOML file.
+
+    Raises:
+        CommandError: If it cannot be read.
+    """
+    try:
+        return tomlkit.parse(path.read_text(encoding="utf-8")).unwrap()
+    except (OSError, UnicodeDecodeError, tomlkit.exceptions.ParseError) as error:
+        raise CommandError(f"Config {path} cannot be read: {error}") from error
+
+
+def _given(options: tuple[str, ...], name: str) -> bool:
+    dashed = name.replace("_", "-")
+    return any(o.split("=")[0] in (f"--{name}", f"--{dashed}") for o in options)
+
+
+def asset_options(config: dict[str, Any], options: tuple[str, ...]) -> list[str]:
+    """Options that point at made text and tokenizer, where the config asks for them."""
+    found = []
+    for section, key, make in (
+        ("model", "hf_assets_path", assets.tokenizer_folder),
+        ("training", "dataset_path", assets.text_folder),
+    ):
+        name = f"{section}.{key}"
+        if config.get(section, {}).get(key) == assets.NAME and not _given(options, name):
+            found += [f"--{name}", str(make())]
+    return found
+
+
+def closing_lines(folder: Path, started: float, config: str) -> list[str]:
+    """What was converted, what the loss did, what to try next; from the files the run left."""
+
+    def fresh(name: str) -> Path | None:
+        path = folder / name
+        return path if path.is_file() and path.stat().st_mtime >= started - 1 else None
+
+    lines = []
+    conversion = fresh("conversion.json")
+    if conversion is not None:
+        data = json.loads(conversion.read_text())
+        counts = {name: 0 for name in data["converters"]}
+        for row in data["rows"]:
+            counts[row["converter"]] += row["state"] == "replaced"
+        listed = ", ".join(f"{name} {number} modules" for name, number in counts.items())
+        calls = sum(data["calls_per_forward"].values())
+        lines.append(f"converted: {listed}; {calls} fused operator calls per forward")
+    else:
+        lines.append("converted: nothing, the config names no converter of ours")
+    metrics = fresh("metrics.jsonl")
+    rows = [json.loads(x) for x in metrics.read_text().splitlines()] if metrics else []
+    if rows:
+        key = "loss_metrics/global_avg_loss"
+        first, last = rows[0], rows[-1]
+        steps = f"from step {first['step']} to step {last['step']}"
+        lines.append(f"loss: {first[key]:.4f} -> {last[key]:.4f} {steps} ({metrics})")
+    lines.append(
+        f"next: torchtitan-npu plan {config} shows every module; "
+        f"torchtitan-npu train {config} --model.converters= trains without converters"
+    )
+    return lines
+
+
+def _dump_folder(config: dict[str, Any], options: tuple[str, ...]) -> Path:
+    folder = config.get("job", {}).get("dump_folder", "./outputs")
+    for i, option in enumerate(options):
+        key, equals, value = option.partition("=")
+        if key in ("--job.dump_folder", "--job.dump-folder"):
+            folder = value if equals else (options[i + 1] if i + 1 < len(options) else folder)
+    return Path(folder)
+
+
+@click.command("train", context_settings={"ignore_unknown_options": True})
+@click.argument("config")
+@click.option("--nproc", type=click.IntRange(min=1), default=1, show_default=True,
+              help="Processes on this machine.")
+@click.option("--json", "as_json", is_flag=True,
+              help="Print the closing report as JSON (log lines go to standard error).")
+@click.argument("options", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def command(
+    ctx: click.Context, config: str, nproc: int, as_json: bool, options: tuple[str, ...]
+) -> None:
+    """Train the job of CONFIG, a TOML file or a shipped config (see list --configs).
+
+    Further OPTIONS are torchtitan's, e.g. --training.steps 5.
+    """
+    path = find_config(config)
+    values = read_toml(path)
+    args = ["--job.config_file", str(path), *asset_options(values, options), *options]
+    started = time.time()
+    if as_json:
+        # the trainer logs to standard output; keep that for the report
+        report = os.fdopen(os.dup(1), "w")
+        os.dup2(2, 1)
+    if nproc == 1:
+        code = _train_here(args)
+    else:
+        from torchtitan_npu_core.launch import launch
+
+        code = launch(args, nproc)
+    if code == 0:
+        lines = closing_lines(_dump_folder(values, options), started, config)
+        if as_json:
+            data = dict(line.split(": ", 1) for line in lines)
+            report.write(json.dumps({"schema": 1, "kind": "train", **data}) + "\n")
+            report.close()
+        else:
+            sys.stdout.flush()
+            click.echo("\n".join(lines))
+    ctx.exit(code)
+
+
+def _train_here(args: list[str]) -> int:
+    from torchtitan_npu_core import worker
+
+    try:
+        return worker.main(args)
+    except KeyboardInterrupt:
+        click.echo("torchtitan-npu: interrupted", err=True)
+        return 130
