@@ -1,7 +1,7 @@
 """Plugin system that lets a torchtitan job use Ascend NPU fused operators by name."""
 
 from torchtitan_npu_core.__about__ import __version__
-from torchtitan_npu_core.errors import ConverterError
+from torchtitan_npu_core.errors import ConverterError, OperatorArgumentError, OptionValueError
 from torchtitan_npu_core.hookspecs import hookimpl
 from torchtitan_npu_core.specs import ConverterSpec, DeviceLimit, OperatorSpec, OptionSpec
 
@@ -9,8 +9,10 @@ __all__ = [
     "ConverterError",
     "ConverterSpec",
     "DeviceLimit",
+    "OperatorArgumentError",
     "OperatorSpec",
     "OptionSpec",
+    "OptionValueError",
     "__version__",
     "hookimpl",
 ]

@@ -13,7 +13,13 @@ from torchtitan_npu_core.discovery import PluginRecord
 from torchtitan_npu_core.errors import ConversionError
 from torchtitan_npu_core.loading import PluginSet, discover_and_load, report_problems
 from torchtitan_npu_core.operators import register_plugin_operators
-from torchtitan_npu_core.plan import ConversionPlan, PlanRow, plan_conversion
+from torchtitan_npu_core.plan import (
+    CALLS_ATTRIBUTE,
+    OPTIONS_ATTRIBUTE,
+    ConversionPlan,
+    PlanRow,
+    plan_conversion,
+)
 from torchtitan_npu_core.registry import ConverterRegistry
 from torchtitan_npu_core.selective import SAVE_ATTRIBUTE, extend_selective_checkpointing
 
@@ -67,6 +73,9 @@ def apply_converter(
             _replace(model.get_submodule(row.fqn), row, undo)
         row = None
         if rows:
+            options = {**model.__dict__.get(OPTIONS_ATTRIBUTE, {})}
+            options[name] = plan.converters[name].options
+            _set_attribute(model, OPTIONS_ATTRIBUTE, options, undo)
             setup = plan.converters[name].setup(model, [r.fqn for r in rows])
             if setup is not None:
                 for key, value in setup.attributes.items():
@@ -95,6 +104,7 @@ def _replace(module: nn.Module, row: PlanRow, undo: list[Callable[[], None]]) ->
         raise TypeError(f"{new.__name__} does not derive from {old.__name__}")
     for key, value in row.replacement.attributes.items():
         _set_attribute(module, key, value, undo)
+    _set_attribute(module, CALLS_ATTRIBUTE, dict(row.replacement.calls), undo)
     module.__class__ = new
     undo.append(lambda: setattr(module, "__class__", old))
 

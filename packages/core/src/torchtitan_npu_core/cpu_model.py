@@ -18,6 +18,13 @@ from torchtitan_npu_core.errors import CommandError
 from torchtitan_npu_core.fsdp import use_sum_reduction
 from torchtitan_npu_core.swap import ReplacementMixin, rebind_globals, replacement_class
 
+
+class CPUMixin(ReplacementMixin):
+    """Base of what a CPU needs; belongs to no converter, so converters may claim the module."""
+
+    torchtitan_npu_prefix = "CPU"
+
+
 # ---------------------------------------------------------------- integer histograms
 
 
@@ -37,7 +44,7 @@ def _torch_with_histc() -> types.ModuleType:
     return module
 
 
-class CountsIntegers(ReplacementMixin):
+class CountsIntegers(CPUMixin):
     """A router or reorderer whose forward counts tokens on a CPU."""
 
     # what: the original forward, with a torch whose histc counts integers
@@ -122,7 +129,7 @@ def flex_reference(
     return (out, lse) if return_lse else out
 
 
-class EagerFlexAttention(ReplacementMixin):
+class EagerFlexAttention(CPUMixin):
     """A flex attention module that computes with ``flex_reference``."""
 
     # what: plain PyTorch attention in place of the compiled flex kernel
@@ -133,7 +140,7 @@ class EagerFlexAttention(ReplacementMixin):
         return flex_reference(q, k, v, **kwargs)
 
 
-class EagerMasks(ReplacementMixin):
+class EagerMasks(CPUMixin):
     """A model that builds its attention masks without compiling."""
 
     # what: the original get_attention_masks, with an eager create_block_mask
@@ -152,7 +159,7 @@ class EagerMasks(ReplacementMixin):
         }
 
 
-class LocalAttention(ReplacementMixin):
+class LocalAttention(CPUMixin):
     """A scaled-dot-product attention module that works on the local part of DTensors."""
 
     # what: computes on local tensors and gives the result its placements back

@@ -232,8 +232,8 @@ class NotDifferentiableError(ConverterError, RuntimeError):
     def __init__(self, operator: str) -> None:
         self.operator = operator
         super().__init__(
-            f"{operator} has no derivative: on the device its backward only warns and leaves "
-            f"grad=None. Call the differentiable operator built on it, or detach its inputs."
+            f"{operator} has no derivative formula, and torch would only warn and leave grad=None. "
+            f"Call the differentiable operator built on it, or detach its inputs."
         )
 
 

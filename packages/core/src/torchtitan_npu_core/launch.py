@@ -22,12 +22,13 @@ def _first_failure(failures: dict) -> tuple[int, str]:
     return rank, str(message).strip()
 
 
-def launch(args: Sequence[str], nproc: int) -> int:
-    """Run the worker on ``nproc`` ranks; console output of rank 0 only.
+def launch(args: Sequence[str], nproc: int, shown: int = 0) -> int:
+    """Run the worker on ``nproc`` ranks.
 
     Args:
         args: torchtitan's options.
         nproc: Number of ranks.
+        shown: Rank whose output goes to the console; all ranks' output goes to files.
 
     Returns:
         Exit code: 0, 1 after a failing rank, 130 after an interrupt.
@@ -53,7 +54,7 @@ def launch(args: Sequence[str], nproc: int) -> int:
         logs_specs=DefaultLogsSpecs(
             log_dir=log_folder,
             redirects=Std.ALL,
-            tee={0: Std.ALL},
+            tee={shown: Std.ALL},
         ),
     )
     try:

@@ -77,12 +77,14 @@ def enforce_limits(spec: OperatorSpec, quantities: Mapping[str, Any]) -> None:
         if broken:
             raise DeviceLimitError(spec.name, family, broken)
         return
+    # the same limit of several families is one warning
+    families: dict[str, list[str]] = {}
     for family in DEVICE_FAMILIES:
         broken = violations(spec.limits, quantities, family)
         if broken:
-            _warn_once(
-                f"{spec.name} would be refused on device family {family!r}: {'; '.join(broken)}"
-            )
+            families.setdefault("; ".join(broken), []).append(family)
+    for problem, refusing in families.items():
+        _warn_once(f"{spec.name} would be refused on device family {'/'.join(refusing)}: {problem}")
 
 
 def family_of(device_name: str) -> str:

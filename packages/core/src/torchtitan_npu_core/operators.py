@@ -21,7 +21,7 @@ import torch
 from torchtitan_npu_core.discovery import PluginRecord
 from torchtitan_npu_core.errors import NotDifferentiableError
 from torchtitan_npu_core.limits import enforce_limits
-from torchtitan_npu_core.loading import PluginSet
+from torchtitan_npu_core.loading import PluginSet, discover_and_load
 from torchtitan_npu_core.specs import OperatorSpec
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,8 @@ class RegisteredOperator:
     Args:
         spec: Its declaration.
         kernels: Our implementation of it.
-        provider: ``"torch_npu"`` or ``"reference"``.
+        provider: ``"reference"`` if we defined it, ``"torch_npu"``, or ``"library"`` if somebody
+            else did.
     """
 
     spec: OperatorSpec
@@ -91,14 +92,17 @@ def device_library_problem() -> str | None:
     return None
 
 
-def has_device_operator(name: str) -> bool:
-    """Whether torch_npu provides this operator."""
-    return device_library_problem() is None and name not in _registered and _exists(name)
+def existing_operator(name: str) -> Any:
+    """The operator that a library other than ours has defined under this name, or None.
 
-
-def _exists(name: str) -> bool:
+    For names of the ``npu`` namespace that library is torch_npu, which is imported if it can be; a
+    vendor's own library defines names of its own namespace.
+    """
     namespace, _, operator = name.partition("::")
-    return hasattr(getattr(torch.ops, namespace), operator)
+    if namespace == "npu":
+        device_library_problem()
+    packet = getattr(getattr(torch.ops, namespace), operator, None)
+    return None if packet is None else packet.default
 
 
 # ---------------------------------------------------------------- registration
@@ -128,10 +132,13 @@ def register_operator(spec: OperatorSpec) -> RegisteredOperator:
             )
         return known
     kernels = load_kernels(spec)
-    provider = "torch_npu" if has_device_operator(spec.name) else "reference"
-    registered = RegisteredOperator(spec=spec, kernels=kernels, provider=provider)
-    if provider == "reference":
+    existing = existing_operator(spec.name)
+    provider = "reference"
+    if existing is None:
         _define(spec, kernels)
+    else:
+        provider = "torch_npu" if spec.name.startswith("npu::") else "library"
+    registered = RegisteredOperator(spec=spec, kernels=kernels, provider=provider)
     if kernels.sharding is not None:
         _add_sharding(spec, kernels.sharding)
     _registered[spec.name] = registered
@@ -213,6 +220,19 @@ def register_plugin_operators(
 ) -> list[RegisteredOperator]:
     """Make all operators of one plugin callable."""
     return [register_operator(spec) for spec in declared_operators(plugins, record)]
+
+
+@functools.cache
+def register_converter_operators(converter: str) -> None:
+    """Make the operators of an installed converter's plugin callable, once per process.
+
+    Raises:
+        UnknownConverterError: If no usable plugin offers it any more.
+    """
+    from torchtitan_npu_core.registry import ConverterRegistry
+
+    plugins = discover_and_load()
+    register_plugin_operators(plugins, ConverterRegistry(plugins).get(converter).plugin)
 
 
 def registered_operators() -> dict[str, RegisteredOperator]:

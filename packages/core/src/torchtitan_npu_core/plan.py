@@ -28,6 +28,9 @@ from torchtitan_npu_core.swap import replaced_from
 
 RootHook = Callable[..., Any]
 
+CALLS_ATTRIBUTE = "_torchtitan_npu_calls"
+OPTIONS_ATTRIBUTE = "_torchtitan_npu_options"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSizes:
@@ -143,6 +146,7 @@ class PlanRow:
         replacement_class: Class after, for state replaced.
         reason: Why it was skipped or kept.
         note: What a reader should know about the replacement.
+        calls: Calls of each operator in one forward of this module.
         replacement: The claim itself, for state replaced.
     """
 
@@ -154,6 +158,7 @@ class PlanRow:
     replacement_class: str = ""
     reason: str = ""
     note: str = ""
+    calls: Mapping[str, int] = field(default_factory=dict)
     replacement: Replacement | None = field(default=None, repr=False)
 
 
@@ -185,9 +190,8 @@ class ConversionPlan:
         """Operator calls that one forward of the whole model makes, by operator name."""
         total: dict[str, int] = {}
         for row in self.rows:
-            if row.replacement is not None:
-                for name, number in row.replacement.calls.items():
-                    total[name] = total.get(name, 0) + number
+            for name, number in row.calls.items():
+                total[name] = total.get(name, 0) + number
         return total
 
     def limit_problems(
@@ -251,6 +255,24 @@ def import_factory(offer: Offer) -> Callable[[Mapping[str, Any]], Converter]:
     return factory
 
 
+def make_converter(offer: Offer, options: Mapping[str, Any]) -> Converter:
+    """Construct a converter with its options, defaults filled in.
+
+    Raises:
+        FactoryError: If it cannot be imported.
+        ConversionError: If its constructor fails.
+    """
+    factory = import_factory(offer)
+    defaults = {option.name: option.default for option in offer.spec.options}
+    try:
+        return factory({**defaults, **options})
+    except ConverterError:
+        raise
+    except Exception as error:
+        reason = f"its constructor raised {type(error).__name__}: {error}"
+        raise ConversionError(offer.spec.name, "", f"{reason} ({offer.plugin.owner})") from error
+
+
 def plan_conversion(
     model: nn.Module,
     offers: Sequence[Offer],
@@ -271,9 +293,7 @@ def plan_conversion(
         ClaimConflictError: If two converters claim one module, or one inside the other.
     """
     options = options or {}
-    converters = {
-        offer.spec.name: import_factory(offer)(options.get(offer.spec.name, {})) for offer in offers
-    }
+    converters = {o.spec.name: make_converter(o, options.get(o.spec.name, {})) for o in offers}
     names_of: dict[int, list[str]] = {}
     modules: dict[int, nn.Module] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
@@ -283,6 +303,7 @@ def plan_conversion(
     rows: list[PlanRow] = []
     touched: set[int] = set()
     for name, converter in converters.items():
+        _check_options(name, converter, model)
         for key, module in modules.items():
             row = _row(name, converter, names_of[key], module, model)
             if row is not None:
@@ -297,6 +318,15 @@ def plan_conversion(
         untouched=[names_of[key][0] for key in modules if key not in touched],
         allow_unmatched=allow_unmatched,
     )
+
+
+def _check_options(name: str, converter: Converter, model: nn.Module) -> None:
+    """Refuse to pretend that options changed on a model that is already converted."""
+    earlier = model.__dict__.get(OPTIONS_ATTRIBUTE, {}).get(name)
+    if earlier is not None and earlier != converter.options:
+        raise ConversionError(
+            name, "", f"it was converted before with options {earlier}, not {converter.options}"
+        )
 
 
 def _row(
@@ -316,6 +346,7 @@ def _row(
             module_class=class_path(original),
             replacement_class=class_path(type(module)),
             reason="already converted",
+            calls=module.__dict__.get(CALLS_ATTRIBUTE, {}),
         )
     try:
         claim = converter.claim(fqn, module, model)
@@ -343,6 +374,7 @@ def _row(
         module_class=original,
         replacement_class=class_path(claim.cls),
         note=claim.note,
+        calls=claim.calls,
         replacement=claim,
     )
 

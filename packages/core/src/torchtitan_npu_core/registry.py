@@ -218,6 +218,8 @@ def _read_options(name: str, spec: ConverterSpec, given: Any) -> dict[str, Any]:
     for key, option in declared.items():
         value = given.get(key, option.default)
         kind = type(option.default)
+        if kind is float and type(value) is int:
+            value = float(value)
         # bool is an int in Python, but 'true' is no number to a person
         if not isinstance(value, kind) or isinstance(value, bool) is not (kind is bool):
             raise OptionValueError(where, key, value, f"of type {kind.__name__}")

@@ -54,18 +54,21 @@ def extend_selective_checkpointing(model: nn.Module, args: Any, kwargs: Any) -> 
 
     A module-level function, so that it survives the copies that pipeline parallelism makes.
     """
-    if _DONE_ATTRIBUTE in model.__dict__:
+    names = getattr(model, SAVE_ATTRIBUTE, ())
+    if model.__dict__.get(_DONE_ATTRIBUTE) == names:
         return
-    object.__setattr__(model, _DONE_ATTRIBUTE, True)
-    operators = frozenset(resolve_operator(n) for n in getattr(model, SAVE_ATTRIBUTE, ()))
+    object.__setattr__(model, _DONE_ATTRIBUTE, names)
+    operators = frozenset(resolve_operator(n) for n in names)
     for module in model.modules():
         checkpoint = module.__dict__.get("checkpoint_fn")
         if not isinstance(checkpoint, functools.partial):
             continue
         inner = checkpoint.keywords.get("context_fn")
         # torch.compile accepts a partial of a function here, not any callable object
-        if inner is None or getattr(inner, "func", None) is saving_contexts:
+        if inner is None:
             continue
+        if getattr(inner, "func", None) is saving_contexts:
+            inner = inner.args[0]
         module.__dict__["checkpoint_fn"] = functools.partial(
             checkpoint.func,
             *checkpoint.args,

@@ -7,6 +7,8 @@ be pickled and copied like any other although the class exists only at run time.
 
 from __future__ import annotations
 
+import itertools
+import sys
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -14,15 +16,18 @@ from typing import Any
 from torch import nn
 
 _CLASSES: dict[tuple[type, type], type[nn.Module]] = {}
+_NUMBERS = itertools.count()
 
 
 class ReplacementMixin:
     """Base of every mixin that ``replacement_class`` combines with a module's own class.
 
-    The class attributes tell who replaced the module and what it was.
+    The class attributes tell who replaced the module and what it was. ``torchtitan_npu_prefix``
+    begins the name of the replacement class; it should name the vendor.
     """
 
     torchtitan_npu_converter: str = ""
+    torchtitan_npu_prefix: str = "NPU"
     torchtitan_npu_original: type[nn.Module]
     torchtitan_npu_mixin: type
 
@@ -36,7 +41,13 @@ class ReplacementMixin:
         return (_new_instance, key, *reduced[2:])
 
 
-def _new_instance(mixin: type, original: type[nn.Module]) -> nn.Module:
+def _new_instance(mixin: type[ReplacementMixin], original: type[nn.Module]) -> nn.Module:
+    """What copying and unpickling call, the latter in a process that may have converted nothing."""
+    converter = mixin.torchtitan_npu_converter
+    if converter and (mixin, original) not in _CLASSES:
+        from torchtitan_npu_core.operators import register_converter_operators
+
+        register_converter_operators(converter)
     cls = replacement_class(mixin, original)
     return cls.__new__(cls)
 
@@ -61,7 +72,8 @@ def replacement_class(mixin: type, original: type[nn.Module]) -> type[nn.Module]
         specialize = getattr(mixin, "specialize", None)
         if specialize is not None:
             namespace.update(specialize(original))
-        cls = type(f"NPU{original.__name__}", (mixin, original), namespace)
+        prefix = getattr(mixin, "torchtitan_npu_prefix", "NPU")
+        cls = type(f"{prefix}{original.__name__}", (mixin, original), namespace)
         _CLASSES[key] = cls
     return cls
 
@@ -97,9 +109,16 @@ def rebind_globals(function: types.FunctionType, names: Mapping[str, Any]) -> ty
     for name in names:
         if name not in function.__code__.co_names:
             raise ValueError(f"{function.__qualname__} does not use the global {name!r}")
+    # A tracer (torch.compile) finds a function's globals by importing the module they name, so the
+    # new globals are those of a module of their own, under a name of ours.
+    module = types.ModuleType(
+        f"torchtitan_npu_core.rebound.{function.__module__}.{function.__qualname__}.{next(_NUMBERS)}"
+    )
+    module.__dict__.update({**function.__globals__, **names, "__name__": module.__name__})
+    sys.modules[module.__name__] = module
     copy = types.FunctionType(
         function.__code__,
-        {**function.__globals__, **names},
+        module.__dict__,
         function.__name__,
         function.__defaults__,
         function.__closure__,

@@ -105,7 +105,8 @@ def run(args: Sequence[str], before_train: Callable[[Any], None] | None = None) 
         before_train: Called with the constructed trainer.
 
     Returns:
-        Recorded metrics, one entry per logged step; only rank 0 records.
+        Metrics of this rank, one entry per logged step. The rank that sees the loss also writes
+        them to ``metrics.jsonl`` in the job's dump folder.
 
     Raises:
         ConverterError: If the job cannot be started as configured.
@@ -125,7 +126,6 @@ def run(args: Sequence[str], before_train: Callable[[Any], None] | None = None) 
     from torchtitan_npu_core.titan.registration import check_names, register
 
     init_logger()
-    _quiet_other_ranks()
     config = ConfigManager().parse_args(list(args))
     if config.model.converters == [""]:
         # '--model.converters=' on the command line: none, not one without a name
@@ -159,17 +159,26 @@ def run(args: Sequence[str], before_train: Callable[[Any], None] | None = None) 
             torch.distributed.destroy_process_group()
 
 
-def _quiet_other_ranks() -> None:
-    # torchtitan logs on every rank; beyond the first only warnings are news
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        logging.getLogger().setLevel(logging.WARNING)
+def metrics_rank(config: Any, world_size: int) -> int:
+    """Rank that sees the loss: the first one of the last pipeline stage.
+
+    Args:
+        config: torchtitan's config.
+        world_size: Number of ranks.
+    """
+    parallelism = config.parallelism
+    stages = parallelism.pipeline_parallel_degree
+    if stages <= 1 or parallelism.pipeline_parallel_schedule == "ZBVZeroBubble":
+        return 0
+    return (world_size // stages) * (stages - 1)
 
 
 def _record(trainer: Any, config: Any) -> RecordingLogger:
     import torch
 
     folder, path = config.job.dump_folder, None
-    if torch.distributed.get_rank() == 0 and folder:
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if folder and rank == metrics_rank(config, size):
         os.makedirs(folder, exist_ok=True)
         path = os.path.join(folder, "metrics.jsonl")
     processor = trainer.metrics_processor

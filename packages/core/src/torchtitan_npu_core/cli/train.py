@@ -30,11 +30,6 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise CommandError(f"Config {path} cannot be read: {error}") from error
 
 
-def _given(options: tuple[str, ...], name: str) -> bool:
-    dashed = name.replace("_", "-")
-    return any(o.split("=")[0] in (f"--{name}", f"--{dashed}") for o in options)
-
-
 def asset_options(config: dict[str, Any], options: tuple[str, ...]) -> list[str]:
     """Options that point at made text and tokenizer, where the config asks for them."""
     found = []
@@ -43,7 +38,7 @@ def asset_options(config: dict[str, Any], options: tuple[str, ...]) -> list[str]
         ("training", "dataset_path", assets.text_folder),
     ):
         name = f"{section}.{key}"
-        if config.get(section, {}).get(key) == assets.NAME and not _given(options, name):
+        if setting(config, options, name, None) == assets.NAME:
             found += [f"--{name}", str(make())]
     return found
 
@@ -81,13 +76,25 @@ def closing_lines(folder: Path, started: float, config: str) -> list[str]:
     return lines
 
 
-def _dump_folder(config: dict[str, Any], options: tuple[str, ...]) -> Path:
-    folder = config.get("job", {}).get("dump_folder", "./outputs")
+def setting(config: dict[str, Any], options: tuple[str, ...], name: str, default: Any) -> Any:
+    """Value of ``section.key`` as the trainer will see it: command line, then TOML, then default."""
+    section, key = name.split(".")
+    value = config.get(section, {}).get(key, default)
+    names = (f"--{name}", f"--{name.replace('_', '-')}")
     for i, option in enumerate(options):
-        key, equals, value = option.partition("=")
-        if key in ("--job.dump_folder", "--job.dump-folder"):
-            folder = value if equals else (options[i + 1] if i + 1 < len(options) else folder)
-    return Path(folder)
+        given, equals, text = option.partition("=")
+        if given in names:
+            value = text if equals else (options[i + 1] if i + 1 < len(options) else value)
+    return value
+
+
+def _shown_rank(config: dict[str, Any], options: tuple[str, ...], nproc: int) -> int:
+    """Rank that prints the loss: the first one of the last pipeline stage."""
+    stages = int(setting(config, options, "parallelism.pipeline_parallel_degree", 1))
+    schedule = setting(config, options, "parallelism.pipeline_parallel_schedule", "")
+    if not 1 < stages <= nproc or schedule == "ZBVZeroBubble":
+        return 0
+    return (nproc // stages) * (stages - 1)
 
 
 @click.command("train", context_settings={"ignore_unknown_options": True})
@@ -118,9 +125,10 @@ def command(
     else:
         from torchtitan_npu_core.launch import launch
 
-        code = launch(args, nproc)
+        code = launch(args, nproc, _shown_rank(values, options, nproc))
     if code == 0:
-        lines = closing_lines(_dump_folder(values, options), started, config)
+        folder = Path(setting(values, options, "job.dump_folder", "./outputs"))
+        lines = closing_lines(folder, started, config)
         if as_json:
             data = dict(line.split(": ", 1) for line in lines)
             report.write(json.dumps({"schema": 1, "kind": "train", **data}) + "\n")

@@ -6,7 +6,7 @@ import copy
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,11 @@ from torch import Tensor, nn
 
 from torchtitan_npu_core.apply import convert_model
 from torchtitan_npu_core.loading import PluginSet, discover_and_load
-from torchtitan_npu_core.operators import declared_operators, register_operator
+from torchtitan_npu_core.operators import (
+    declared_operators,
+    declared_specs,
+    register_operator,
+)
 from torchtitan_npu_core.plan import plan_conversion
 from torchtitan_npu_core.probe import OperatorProbe
 from torchtitan_npu_core.registry import ConverterRegistry, Offer
@@ -64,7 +68,10 @@ def check_converter(
         PromiseError: Naming the first promise that is broken.
     """
     plugins = discover_and_load()
-    offer = ConverterRegistry(plugins).get(name)
+    registry = ConverterRegistry(plugins)
+    offer = registry.get(name)
+    name = offer.spec.name
+    options = registry.settings(section).options
     _check_lists_without_torch(name)
     _check_names_exist(offer, plugins)
 
@@ -88,7 +95,7 @@ def check_converter(
     again = convert_model(converted, [name], section=section, plugins=plugins)
     _promise(again.num_replaced == 0, "converting twice equals converting once")
     _check_numbers(stock, copy.deepcopy(converted), inputs, rtol, atol)
-    _check_on_meta(make, name, offer, result.replaced[name], section)
+    _check_on_meta(make, offer, result.replaced[name], section, options)
 
 
 def _check_lists_without_torch(name: str) -> None:
@@ -186,15 +193,16 @@ def _check_operators_run(model: nn.Module, inputs: Inputs, calls: dict[str, int]
 
 def _check_on_meta(
     make: Callable[[], nn.Module],
-    name: str,
     offer: Offer,
     replaced: list[str],
     section: dict[str, Any] | None,
+    options: Mapping[str, Mapping[str, Any]],
 ) -> None:
+    name = offer.spec.name
     with torch.device("meta"):
         shadow = make()
     before = _snapshot(shadow)
-    rows = plan_conversion(shadow, [offer]).rows_of(name, "replaced")
+    rows = plan_conversion(shadow, [offer], options).rows_of(name, "replaced")
     _check_unchanged(before, shadow)
     _promise([r.fqn for r in rows] == replaced, "planning on meta finds the same modules")
     convert_model(shadow, [name], section=section)
@@ -210,9 +218,11 @@ def check_operator(name: str, *args: Any, **kwargs: Any) -> None:
         kwargs: Sample keyword arguments.
     """
     plugins = discover_and_load()
-    for record in plugins.loaded:
-        for spec in declared_operators(plugins, record):
-            if spec.name == name:
-                register_operator(spec)
+    declared = declared_specs(plugins)
+    if name not in declared:
+        problems = "; ".join(plugins.problems)
+        detail = f"{name!r}, declared: {', '.join(sorted(declared))}. {problems}"
+        raise PromiseError("the operator is declared by a loaded plugin", detail)
+    register_operator(declared[name])
     namespace, _, base = name.partition("::")
     torch.library.opcheck(getattr(getattr(torch.ops, namespace), base).default, args, kwargs)

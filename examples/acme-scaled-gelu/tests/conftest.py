@@ -1,0 +1,1 @@
+pytest_plugins = ["torchtitan_npu_core.testing.pytest_plugin"]

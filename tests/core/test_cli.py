@@ -1,0 +1,142 @@
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from torchtitan_npu_core.cli import COMMANDS, main
+
+PLUGIN = """
+from torchtitan_npu_core import ConverterSpec, DeviceLimit, OperatorSpec, OptionSpec, hookimpl
+
+@hookimpl
+def torchtitan_npu_converters():
+    return [ConverterSpec(
+        name="acme_gelu", summary="A gelu", replaces=("torch.nn.GELU",), factory="m:C",
+        operators=("acme::gelu",),
+        options=(OptionSpec(name="fast", default=False, summary="go fast"),),
+    )]
+
+@hookimpl
+def torchtitan_npu_operators():
+    return [OperatorSpec(name="acme::gelu", schema="gelu(Tensor x) -> Tensor", kernels="m:K",
+        limits=(DeviceLimit(quantity="width", families=("a2",), maximum=8, reason="small"),))]
+"""
+ENTRY = "[torchtitan_npu.converters]\n{} = {}\n"
+
+
+@pytest.fixture
+def acme(fake_distribution):
+    fake_distribution(
+        "acme-gelu", entry_points=ENTRY.format("gelu", "acme_gelu"), modules={"acme_gelu": PLUGIN}
+    )
+
+
+@pytest.fixture
+def broken(fake_distribution):
+    fake_distribution(
+        "acme-bad", entry_points=ENTRY.format("bad", "acme_bad"), modules={"acme_bad": "1/0"}
+    )
+
+
+def run(*args):
+    return CliRunner().invoke(main, args)
+
+
+def test_list_shows_converters(acme, broken):
+    result = run("list")
+    assert result.exit_code == 0
+    assert "acme_gelu" in result.output
+    assert "(bad)" not in result.output
+    assert "list --all" in result.output
+
+
+def test_list_all_shows_broken_plugins_in_brackets(acme, broken):
+    result = run("list", "--all")
+    line = next(x for x in result.output.splitlines() if x.startswith("(bad)"))
+    assert "broken" in line
+    assert "ZeroDivisionError" in line
+
+
+def test_list_json(acme):
+    data = json.loads(run("list", "--json").output)
+    assert data["schema"] == 1
+    assert any(row["converter"] == "acme_gelu" for row in data["rows"])
+
+
+def test_list_configs():
+    result = run("list", "--configs")
+    assert "quickstart" in result.output
+    assert json.loads(run("list", "--configs", "--json").output)["rows"]
+
+
+def test_explain_shows_everything_declared(acme):
+    text = run("explain", "acme_gelu").output
+    for part in ("acme-gelu 1.0", "torch.nn.GELU", "acme::gelu", "width at most 8", "fast"):
+        assert part in text
+
+
+def test_explain_json(acme):
+    data = json.loads(run("explain", "acme_gelu", "--json").output)
+    assert data["operators"][0]["name"] == "acme::gelu"
+
+
+def test_explain_unknown_name_is_exit_1_with_suggestion(acme):
+    result = run("explain", "acme_gelo")
+    assert result.exit_code == 1
+    assert "Did you mean 'acme_gelu'" in result.output
+
+
+def test_doctor_reports_a_broken_plugin_with_its_traceback(broken):
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "Traceback" in result.output
+    assert "acme-bad 1.0 is broken" in result.output
+
+
+def test_doctor_json_counts_problems(broken):
+    data = json.loads(run("doctor", "--json").output)
+    assert data["problems"] >= 1
+
+
+def test_doctor_names_the_other_package_of_that_name(fake_distribution):
+    fake_distribution("torchtitan-npu", version="0.2.2")
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "pip uninstall torchtitan-npu" in result.output
+
+
+def test_doctor_mentions_a_plugin_found_twice(fake_distribution):
+    for site in ("a", "b"):
+        fake_distribution(
+            "acme-gelu",
+            site=site,
+            entry_points=ENTRY.format("gelu", "acme_gelu"),
+            modules={"acme_gelu": PLUGIN},
+        )
+    assert "found again at" in run("doctor").output
+
+
+@pytest.mark.parametrize("args", [("nonsense",), ("list", "--nonsense"), ("explain",), ("plan",)])
+def test_wrong_usage_is_exit_2(args):
+    assert run(*args).exit_code == 2
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_and_json(command):
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "--json" in result.output
+
+
+def test_missing_config_names_the_shipped_ones():
+    result = run("train", "quickstrat")
+    assert result.exit_code == 1
+    assert "Did you mean 'quickstart'" in result.output
+
+
+def test_unreadable_toml_is_one_readable_error(tmp_path):
+    path = tmp_path / "x.toml"
+    path.write_text("[model\n")
+    result = run("train", str(path))
+    assert result.exit_code == 1
+    assert "cannot be read" in result.output

@@ -1,0 +1,15 @@
+import pytest
+
+from torchtitan_npu_core.loading import discover_and_load
+from torchtitan_npu_core.operators import register_plugin_operators
+
+
+@pytest.fixture(scope="session")
+def plugins():
+    return discover_and_load()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _operators(plugins):
+    record = next(r for r in plugins.records if r.name == "norm_rope")
+    register_plugin_operators(plugins, record)
