@@ -2,7 +2,6 @@ import json
 
 import pytest
 from click.testing import CliRunner
-
 from torchtitan_npu_core.cli import COMMANDS, main
 
 PLUGIN = """

@@ -1,7 +1,6 @@
 import sys
 
 import pytest
-
 from torchtitan_npu_core.errors import PluginError, UnknownConverterError
 from torchtitan_npu_core.loading import discover_and_load, report_problems
 from torchtitan_npu_core.registry import ConverterRegistry
@@ -35,7 +34,9 @@ def record(name):
 @pytest.fixture
 def broken(fake_distribution):
     fake_distribution(
-        "acme-bad", entry_points=entry("bad", "acme_bad"), modules={"acme_bad": "import does_not_exist"}
+        "acme-bad",
+        entry_points=entry("bad", "acme_bad"),
+        modules={"acme_bad": "import does_not_exist"},
     )
 
 
@@ -150,7 +151,9 @@ def test_requirement_on_something_not_installed_is_no_obstacle(fake_distribution
 
 
 def test_unreadable_requirement_is_incompatible(fake_distribution):
-    fake_distribution("acme-odd", entry_points=entry("odd", "acme_odd"), requires=["what ever >= is"])
+    fake_distribution(
+        "acme-odd", entry_points=entry("odd", "acme_odd"), requires=["what ever >= is"]
+    )
     assert record("odd").state == "incompatible"
 
 
@@ -165,13 +168,21 @@ def test_unknown_hook_marked_optional_is_accepted(fake_distribution):
 
 
 def test_plugin_found_twice_is_called_once(fake_distribution):
-    source = GOOD.format(name="once_norm").replace(
-        "def torchtitan", "CALLS = []\n@hookimpl\ndef torchtitan_npu_operators():\n"
-        "    CALLS.append(1)\n    return []\n\n@hookimpl\ndef torchtitan"
-    ).replace("@hookimpl\nCALLS", "CALLS")
+    source = (
+        GOOD.format(name="once_norm")
+        .replace(
+            "def torchtitan",
+            "CALLS = []\n@hookimpl\ndef torchtitan_npu_operators():\n"
+            "    CALLS.append(1)\n    return []\n\n@hookimpl\ndef torchtitan",
+        )
+        .replace("@hookimpl\nCALLS", "CALLS")
+    )
     for site, layout in (("a", "dist-info"), ("b", "egg-info")):
         fake_distribution(
-            "acme-once", site=site, layout=layout, entry_points=entry("once", "acme_once"),
+            "acme-once",
+            site=site,
+            layout=layout,
+            entry_points=entry("once", "acme_once"),
             modules={"acme_once": source},
         )
     plugins = discover_and_load()

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-
 from torchtitan_npu_core import ConverterSpec
 from torchtitan_npu_core.apply import apply_plan, convert_model
 from torchtitan_npu_core.discovery import PluginRecord
@@ -182,7 +181,9 @@ def test_parameters_hooks_flags_and_optimizer_survive(plugins):
     before = {n: (id(p), p.data_ptr(), p.requires_grad) for n, p in model.named_parameters()}
     keys = list(model.state_dict())
     convert_model(model, ["twice"], plugins=plugins)
-    assert {n: (id(p), p.data_ptr(), p.requires_grad) for n, p in model.named_parameters()} == before
+    assert {
+        n: (id(p), p.data_ptr(), p.requires_grad) for n, p in model.named_parameters()
+    } == before
     assert list(model.state_dict()) == keys
     assert not model.inner[0].training
     old = model.last.weight.detach().clone()
@@ -214,7 +215,7 @@ def test_failure_in_the_middle_leaves_the_model_as_it_was(plugins):
 
 
 def test_failure_while_looking_names_the_module(plugins):
-    with pytest.raises(ConversionError, match="'first'.*KeyError"):
+    with pytest.raises(ConversionError, match=r"'first'.*KeyError"):
         convert_model(Model(), ["looks"], plugins=plugins)
 
 

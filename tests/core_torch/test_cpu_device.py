@@ -2,7 +2,6 @@ import subprocess
 import sys
 
 import torch
-
 from torchtitan_npu_core import cpu_device
 
 UNCHANGED = """

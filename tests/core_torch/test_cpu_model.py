@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
-
 from torchtitan_npu_core.cpu_model import flex_reference, histc, prepare_for_cpu
 from torchtitan_npu_core.errors import CommandError
 
@@ -33,9 +32,7 @@ def test_flex_reference_equals_sdpa_under_the_same_mask(gqa):
         return (q_idx >= kv_idx) & (document[b, q_idx] == document[b, kv_idx])
 
     mask = create_block_mask(mask_mod, 2, None, 9, 9, device="cpu")
-    out, lse = flex_reference(
-        q, k, v, block_mask=mask, scale=0.3, return_lse=True, enable_gqa=gqa
-    )
+    out, lse = flex_reference(q, k, v, block_mask=mask, scale=0.3, return_lse=True, enable_gqa=gqa)
     dense = torch.ones(9, 9, dtype=torch.bool).tril() & (
         document[:, :, None] == document[:, None, :]
     )

@@ -1,6 +1,5 @@
 import pytest
 import torch
-
 from torchtitan_npu_core import operators
 from torchtitan_npu_core.errors import NotDifferentiableError, OperatorArgumentError
 from torchtitan_npu_core.operators import OperatorKernels, register_operator
@@ -30,7 +29,9 @@ LOSSY = OperatorKernels(
 
 def spec(name, kernels):
     return OperatorSpec(
-        name=f"tested::{name}", schema=f"{name}(Tensor x) -> Tensor", kernels=f"{__name__}:{kernels}"
+        name=f"tested::{name}",
+        schema=f"{name}(Tensor x) -> Tensor",
+        kernels=f"{__name__}:{kernels}",
     )
 
 

@@ -1,5 +1,4 @@
 import pytest
-
 from torchtitan_npu_core.loading import discover_and_load
 from torchtitan_npu_core.operators import register_plugin_operators
 

@@ -3,15 +3,22 @@
 import copy
 
 import torch
-
-from tests.tiny import FAMILIES, FLAVORS, SMALL, host_name, shrink
 from torchtitan_npu_core.cpu_model import prepare_for_cpu
+
+from tests.tiny import FLAVORS, SMALL, host_name, shrink
 
 SEQ_LEN = 16
 VOCAB = 96
 
-NORMS = {"llama3": 5, "llama4": 5, "qwen3": 9, "qwen3_moe": 9, "deepseek_v3": 7,
-         "deepseek_v3_q_lora": 5, "gpt_oss": 5}
+NORMS = {
+    "llama3": 5,
+    "llama4": 5,
+    "qwen3": 9,
+    "qwen3_moe": 9,
+    "deepseek_v3": 7,
+    "deepseek_v3_q_lora": 5,
+    "gpt_oss": 5,
+}
 ATTENTIONS = {name: sizes["n_layers"] for name, sizes in SMALL.items()}
 ROTATIONS_PER_ATTENTION = 2
 

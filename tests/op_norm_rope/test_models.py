@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 import torch
-
-from tests.op_norm_rope import models
 from torchtitan_npu_core.apply import convert_model
 from torchtitan_npu_core.probe import OperatorProbe
+
+from tests.op_norm_rope import models
 
 BOTH = ["npu_rms_norm", "npu_rope"]
 SUBSETS = [["npu_rms_norm"], ["npu_rope"], BOTH]
@@ -111,9 +111,7 @@ def test_initialisation_draws_the_same_numbers(family, plugins):
     model = models.build(family, device="meta")
     convert_model(model, BOTH, plugins=plugins)
     models.materialise(model, seed=3)
-    for (n, a), (m, b) in zip(
-        stock.state_dict().items(), model.state_dict().items(), strict=True
-    ):
+    for (n, a), (m, b) in zip(stock.state_dict().items(), model.state_dict().items(), strict=True):
         assert n == m
         assert torch.equal(a, b), n
 
@@ -163,22 +161,34 @@ def test_host_modules_are_the_same_before_and_after(plugins):
     import torchtitan.protocols.train_spec as specs
 
     watched = [
-        deepseek, llama, qwen, moe, torchtitan.models.attention, converters, specs,
-        torchtitan.distributed.activation_checkpoint, torch, torch.nn, torch.nn.functional,
+        deepseek,
+        llama,
+        qwen,
+        moe,
+        torchtitan.models.attention,
+        converters,
+        specs,
+        torchtitan.distributed.activation_checkpoint,
+        torch,
+        torch.nn,
+        torch.nn.functional,
         torch.utils.checkpoint,
         *(c for m in (deepseek, llama, qwen, moe) for c in vars(m).values() if isinstance(c, type)),
-        torch.nn.RMSNorm, torch.nn.Module,
+        torch.nn.RMSNorm,
+        torch.nn.Module,
     ]
 
     def snapshot():
-        return [{k: id(v) for k, v in vars(w).items() if k != "__warningregistry__"} for w in watched]
+        return [
+            {k: id(v) for k, v in vars(w).items() if k != "__warningregistry__"} for w in watched
+        ]
 
     before = snapshot()
     for family in ("llama3", "qwen3", "deepseek_v3"):
         models.run(converted(family, BOTH, plugins), family)
+        model = converted(family, BOTH, plugins)
+        model.layers["0"].register_forward_pre_hook(lambda *a: {}["stop"])
         with pytest.raises(KeyError):
-            model = converted(family, BOTH, plugins)
-            model.layers["0"].register_forward_pre_hook(lambda *a: {}["stop"])
             models.run(model, family)
         after = snapshot()
         for what, a, b in zip(watched, before, after, strict=True):

@@ -5,7 +5,6 @@ import pickle
 import pytest
 import torch
 from torch import nn
-
 from torchtitan_npu_core.apply import convert_model
 from torchtitan_npu_core.errors import UnmatchedConverterError
 
@@ -39,7 +38,9 @@ def test_norm_equals_stock_for_every_pair_of_dtypes(input_dtype, weight_dtype, r
     module = nn.RMSNorm(64, eps=eps).to(weight_dtype)
     module.load_state_dict(stock.state_dict())
     module = convert(module, plugins)
-    truth = forward_backward(nn.RMSNorm(64, eps=1.1920929e-07 if eps is None else eps).double(), x.double())
+    truth = forward_backward(
+        nn.RMSNorm(64, eps=1.1920929e-07 if eps is None else eps).double(), x.double()
+    )
     for got, want in zip(forward_backward(module, x), forward_backward(stock, x), strict=True):
         assert got.dtype == want.dtype
         # one rounding of the same float32 value: at most one unit in the last place apart

@@ -3,8 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-
-from tests.op_norm_rope import golden
 from torchtitan_npu_core import limits
 from torchtitan_npu_core.errors import (
     DeviceLimitError,
@@ -12,6 +10,8 @@ from torchtitan_npu_core.errors import (
     OperatorArgumentError,
 )
 from torchtitan_npu_op_norm_rope import plugin
+
+from tests.op_norm_rope import golden
 
 npu = torch.ops.npu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -115,7 +115,9 @@ def test_rms_norm_of_a_split_view_and_of_nothing():
     view = x[..., :8]
     assert not view.is_contiguous()
     gamma = torch.randn(8)
-    torch.testing.assert_close(npu.npu_rms_norm(view, gamma)[0], F.rms_norm(view, (8,), gamma, 1e-6))
+    torch.testing.assert_close(
+        npu.npu_rms_norm(view, gamma)[0], F.rms_norm(view, (8,), gamma, 1e-6)
+    )
     empty = torch.empty(0, 8, requires_grad=True)
     y = npu.npu_rms_norm(empty, gamma)[0]
     y.sum().backward()
@@ -181,9 +183,7 @@ def test_rotary_is_as_exact_as_plain_torch(mode, dtype, shape, table):
     truths = golden.rotary_grads(weight, *(t.detach() for t in inputs), mode)
     floor = torch.finfo(dtype).eps / 100
     assert error(y.detach(), truth) <= 2 * error(stock.detach(), truth) + floor
-    for a, b, t in zip(
-        grads(y, inputs, weight), grads(stock, inputs, weight), truths, strict=True
-    ):
+    for a, b, t in zip(grads(y, inputs, weight), grads(stock, inputs, weight), truths, strict=True):
         assert a.dtype == dtype
         assert error(a, t) <= 2 * error(b, t) + floor
 
@@ -246,7 +246,9 @@ def test_raw_backward_operators_lose_no_gradient_in_silence(name):
     if name == "rms":
         out = npu.npu_rms_norm_backward(x, x, gamma, torch.ones(1, 3, 2, 1))[0]
     else:
-        out = npu.npu_rotary_mul_backward(x, x, gamma.expand(1, 3, 1, 4), gamma.expand(1, 3, 1, 4))[0]
+        out = npu.npu_rotary_mul_backward(x, x, gamma.expand(1, 3, 1, 4), gamma.expand(1, 3, 1, 4))[
+            0
+        ]
     with pytest.raises(NotDifferentiableError):
         out.sum().backward()
 

@@ -2,9 +2,9 @@ import subprocess
 import sys
 
 import torch
+from torchtitan_npu_core.apply import convert_model
 
 from tests.op_norm_rope import models
-from torchtitan_npu_core.apply import convert_model
 
 LOAD = """
 import sys, torch
@@ -29,6 +29,4 @@ def test_state_dicts_are_interchangeable(tmp_path, plugins):
     convert_model(model, ["npu_rms_norm", "npu_rope"], plugins=plugins)
     torch.save(stock.state_dict(), tmp_path / "s.pt")
     model.load_state_dict(torch.load(tmp_path / "s.pt"), strict=True)
-    models.assert_alike(
-        models.run(model, "deepseek_v3"), models.run(stock, "deepseek_v3"), 1e-5
-    )
+    models.assert_alike(models.run(model, "deepseek_v3"), models.run(stock, "deepseek_v3"), 1e-5)

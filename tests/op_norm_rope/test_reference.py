@@ -4,18 +4,27 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from tests.op_norm_rope import golden
 from torchtitan_npu_op_norm_rope import reference
 
-NORM_SHAPES = [((3, 8), (8,)), ((2, 5, 7), (7,)), ((2, 3, 4, 6), (4, 6)), ((1,), (1,)), ((4,), (4,))]
+from tests.op_norm_rope import golden
+
+NORM_SHAPES = [
+    ((3, 8), (8,)),
+    ((2, 5, 7), (7,)),
+    ((2, 3, 4, 6), (4, 6)),
+    ((1,), (1,)),
+    ((4,), (4,)),
+]
 
 
 @pytest.mark.parametrize(("shape", "gamma_shape"), NORM_SHAPES)
 @pytest.mark.parametrize("eps", [1e-6, 1e-2])
 def test_rms_norm_matches_the_formula(shape, gamma_shape, eps):
     torch.manual_seed(0)
-    x, gamma = torch.randn(shape, dtype=torch.float64), torch.randn(gamma_shape, dtype=torch.float64)
+    x, gamma = (
+        torch.randn(shape, dtype=torch.float64),
+        torch.randn(gamma_shape, dtype=torch.float64),
+    )
     y, rstd = reference.rms_norm(x, gamma, eps)
     want, want_rstd = golden.rms_norm(x, gamma, eps)
     torch.testing.assert_close(y, want)
@@ -106,14 +115,10 @@ def test_rotary_property_keeps_the_norm_of_every_pair(batch, length, heads, half
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(batch, length, heads, 2 * half, generator=generator, dtype=torch.float64)
     angle = torch.randn(1, length, 1, half, generator=generator, dtype=torch.float64)
-    wide = (
-        angle.repeat_interleave(2, -1) if mode == "interleave" else torch.cat((angle, angle), -1)
-    )
+    wide = angle.repeat_interleave(2, -1) if mode == "interleave" else torch.cat((angle, angle), -1)
     y = reference.rotary_mul(x, wide.cos(), wide.sin(), mode)
     for a, b in golden.pairs(mode, 2 * half):
-        torch.testing.assert_close(
-            x[..., a] ** 2 + x[..., b] ** 2, y[..., a] ** 2 + y[..., b] ** 2
-        )
+        torch.testing.assert_close(x[..., a] ** 2 + x[..., b] ** 2, y[..., a] ** 2 + y[..., b] ** 2)
     # turning back gives the input
     back = reference.rotary_mul(y, wide.cos(), -wide.sin(), mode)
     torch.testing.assert_close(back, x)

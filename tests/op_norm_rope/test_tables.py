@@ -1,4 +1,4 @@
-"""Rotary tables: derived once, shared, fresh when they must be; positions; checkpointing; compile."""
+"""Rotary tables: derived once, shared, fresh when they must be; positions, recompute, compile."""
 
 import gc
 import importlib.util
@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-
-from tests.op_norm_rope import models
 from torchtitan_npu_core.apply import convert_model
 from torchtitan_npu_core.errors import UnmatchedConverterError
 from torchtitan_npu_core.probe import OperatorProbe
 from torchtitan_npu_op_norm_rope.contract import RotaryContract, rotary_contract
 from torchtitan_npu_op_norm_rope.tables import TABLES_ATTRIBUTE, RotaryTables, derive
+
+from tests.op_norm_rope import models
 
 FAMILIES = ["llama3", "qwen3", "deepseek_v3"]
 
@@ -79,12 +79,8 @@ def test_tables_follow_the_buffer(family, how, plugins):
 def test_positions_equal_stock_never_row_0_for_all(family, positions, dtype, plugins):
     (model, tables), stock = converted(family, plugins), models.build(family)
     positions = positions.to(dtype)
-    if family == "qwen3" or positions.shape[0] > 1:
-        # stock gathers with int64 only
-        stock_positions = positions.long()
-    else:
-        stock_positions = positions
-    want = models.run(stock, family, positions=stock_positions)
+    # per row, the unconverted model gathers, which takes int64 only
+    want = models.run(stock, family, positions=positions.long())
     models.assert_alike(models.run(model, family, positions=positions), want, 1e-5)
     assert tables.num_derivations == 1
     if positions.shape[0] > 1:
@@ -102,9 +98,7 @@ def test_two_micro_batches_with_other_positions_may_interleave(family, plugins):
     for m in (model, stock):
         for name, layer in m.layers.items():
             m.layers[name] = Checkpointed(layer)
-        outs = [
-            m(models.tokens_for(i), positions=p) for i, p in enumerate((first, second))
-        ]
+        outs = [m(models.tokens_for(i), positions=p) for i, p in enumerate((first, second))]
         # backward in the order of forward: the first recomputes after the second's forward
         for out in outs:
             out.square().mean().backward()
@@ -124,7 +118,7 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_layer_called_without_its_root_uses_its_own_arguments(family, plugins):
-    (model, tables), stock = converted(family, plugins), models.build(family)
+    (model, _), stock = converted(family, plugins), models.build(family)
     models.run(model, family)
     attention, plain = (m.layers["0"].attention for m in (model, stock))
     other = getattr(model, cache_name(model)).flip(0).contiguous()

@@ -15,6 +15,8 @@ import sys
 import tempfile
 import traceback
 from pathlib import Path
+from time import sleep as pause
+from unittest import mock
 
 LOSS, NORM = "loss_metrics/global_avg_loss", "grad_norm"
 
@@ -58,7 +60,9 @@ def one(args, shared, inspect):
         if inspect:
             trainer.train_step = counted
 
-    rows = worker.run([*shared, *args], before_train)
+    # the host sleeps two seconds at the end of every run for ranks that are late
+    with mock.patch("time.sleep", lambda seconds: pause(min(seconds, 0.2))):
+        rows = worker.run([*shared, *args], before_train)
     result = {
         "loss": [row[LOSS] for row in rows],
         "grad_norm": [row[NORM] for row in rows],
@@ -75,7 +79,6 @@ def one(args, shared, inspect):
 
 def main(cases_file, prefix):
     import torch
-
     from torchtitan_npu_core import cpu_device
 
     cpu_device.install()
@@ -134,12 +137,22 @@ def run_cases(nproc, cases, shared, timeout=900):
             "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // nproc)),
             "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
         }
-        command = [sys.executable, "-m", "tests.trainer.harness", folder / "cases.json",
-                   folder / "out"]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.trainer.harness",
+            folder / "cases.json",
+            folder / "out",
+        ]
         with open(folder / f"log.{rank}", "w") as log:
             processes.append(
-                subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT,
-                                 cwd=Path(__file__).parents[2])
+                subprocess.Popen(
+                    command,
+                    env=env,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    cwd=Path(__file__).parents[2],
+                )
             )
     try:
         codes = [process.wait(timeout) for process in processes]

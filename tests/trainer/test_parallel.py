@@ -15,8 +15,12 @@ def degree(name, value=2):
 
 TP, PP, CP = (degree(f"{n}_parallel") for n in ("tensor", "pipeline", "context"))
 FLEX = ["--model.flavor", "tiny_flex", "--training.seq_len", "256"]
-OP_SAC = ["--activation_checkpoint.mode", "selective",
-          "--activation_checkpoint.selective_ac_option", "op"]
+OP_SAC = [
+    "--activation_checkpoint.mode",
+    "selective",
+    "--activation_checkpoint.selective_ac_option",
+    "op",
+]
 NO_BALANCER = ["--parallelism.context_parallel_load_balancer", "None"]
 
 # what torchtitan 0.2.2 can do on two CPU ranks; what it cannot is listed in docs/parallelism.md

@@ -5,7 +5,6 @@ import subprocess
 import sys
 
 import pytest
-
 from torchtitan_npu_core import assets
 
 TOML = """
@@ -34,8 +33,11 @@ def write(tmp_path):
         path = tmp_path / "job.toml"
         path.write_text(
             TOML.format(
-                assets=assets.tokenizer_folder(), text=assets.text_folder(),
-                converters=converters, job=job, more=more,
+                assets=assets.tokenizer_folder(),
+                text=assets.text_folder(),
+                converters=converters,
+                job=job,
+                more=more,
             )
         )
         return path
@@ -44,8 +46,15 @@ def write(tmp_path):
 
 
 def run(*command, env=None):
-    environment = {**os.environ, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1",
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", **(env or {})}
+    environment = {
+        **os.environ,
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29511",
+        **(env or {}),
+    }
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
@@ -78,7 +87,8 @@ def test_broken_plugin_is_named_under_plain_torchtitan(write, tmp_path):
     from torchtitan_npu_core.testing import write_distribution
 
     write_distribution(
-        tmp_path / "site", "acme-bad",
+        tmp_path / "site",
+        "acme-bad",
         entry_points="[torchtitan_npu.converters]\nbad = acme_bad\n",
         modules={"acme_bad": "import does_not_exist"},
     )
@@ -154,8 +164,16 @@ SECTION = 'custom_config_module = "torchtitan_npu_core.titan_config"'
 
 
 def train(path, *options, **kwargs):
-    command = [sys.executable, "-m", "torchtitan_npu_core.worker", "--job.config_file", str(path),
-               "--job.dump_folder", str(path.parent / "dump"), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan_npu_core.worker",
+        "--job.config_file",
+        str(path),
+        "--job.dump_folder",
+        str(path.parent / "dump"),
+        *options,
+    ]
     return run(*command, **kwargs)
 
 
@@ -179,8 +197,11 @@ def test_wrong_option_is_an_error_that_suggests_the_right_one(write, more, says)
 @pytest.mark.slow
 def test_options_reach_the_converter_and_unmatched_can_be_allowed(write):
     done = train(
-        write('["npu_rms_norm", "npu_rope"]', SECTION,
-              '[npu]\nallow_unmatched = ["npu_rope"]\ntarget = "a3"\n[npu.npu_rope]\nfp32 = true')
+        write(
+            '["npu_rms_norm", "npu_rope"]',
+            SECTION,
+            '[npu]\nallow_unmatched = ["npu_rope"]\ntarget = "a3"\n[npu.npu_rope]\nfp32 = true',
+        )
     )
     assert done.returncode == 0, done.stderr
     assert "npu_rope: replaced 6 of 6 Attention -> NPUAttention" in done.stdout
@@ -197,8 +218,11 @@ def test_combined_config_module(write, tmp_path):
         "@dataclass\nclass JobConfig:\n    mine: Mine = field(default_factory=Mine)\n"
         "JobConfig = with_npu_section(JobConfig)\n"
     )
-    path = write('["npu_rope"]', 'custom_config_module = "mine"',
-                 "[mine]\ndepth = 4\n[npu.npu_rope]\nfp32 = true")
+    path = write(
+        '["npu_rope"]',
+        'custom_config_module = "mine"',
+        "[mine]\ndepth = 4\n[npu.npu_rope]\nfp32 = true",
+    )
     done = train(path, env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
 
@@ -208,21 +232,41 @@ def test_ranks_with_different_plugins_are_told_what_differs(write, tmp_path):
     from torchtitan_npu_core.testing import write_distribution
 
     write_distribution(
-        tmp_path / "site", "acme-extra", version="3.1",
+        tmp_path / "site",
+        "acme-extra",
+        version="3.1",
         entry_points="[torchtitan_npu.converters]\nextra = acme_extra\n",
-        modules={"acme_extra": "from torchtitan_npu_core import hookimpl\n"
-                 "@hookimpl\ndef torchtitan_npu_converters():\n    return []\n"},
+        modules={
+            "acme_extra": "from torchtitan_npu_core import hookimpl\n"
+            "@hookimpl\ndef torchtitan_npu_converters():\n    return []\n"
+        },
     )
-    command = [sys.executable, "-m", "torchtitan_npu_core.worker", "--job.config_file",
-               str(write('["npu_rope"]')), "--job.dump_folder", str(tmp_path / "dump")]
+    command = [
+        sys.executable,
+        "-m",
+        "torchtitan_npu_core.worker",
+        "--job.config_file",
+        str(write('["npu_rope"]')),
+        "--job.dump_folder",
+        str(tmp_path / "dump"),
+    ]
     processes = []
     for rank in range(2):
-        env = {**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-               "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29517"}
+        env = {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "29517",
+        }
         if rank == 1:
             env["PYTHONPATH"] = str(tmp_path / "site")
-        processes.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE,
-                                          stderr=subprocess.PIPE, text=True))
+        processes.append(
+            subprocess.Popen(
+                command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
     outputs = [p.communicate(timeout=300) for p in processes]
     assert [p.returncode for p in processes] == [1, 1]
     for _, stderr in outputs:

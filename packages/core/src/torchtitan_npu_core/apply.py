@@ -109,9 +109,7 @@ def _replace(module: nn.Module, row: PlanRow, undo: list[Callable[[], None]]) ->
     undo.append(lambda: setattr(module, "__class__", old))
 
 
-def _set_attribute(
-    module: nn.Module, key: str, value: Any, undo: list[Callable[[], None]]
-) -> None:
+def _set_attribute(module: nn.Module, key: str, value: Any, undo: list[Callable[[], None]]) -> None:
     # plain attributes only: a module or parameter here would change the model's state dict
     if isinstance(value, nn.Module | nn.Parameter):
         raise TypeError(f"attribute {key!r} is a {type(value).__name__}, expected a plain object")

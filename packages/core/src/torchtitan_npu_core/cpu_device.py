@@ -138,8 +138,8 @@ def install() -> None:
     # test: tests/core_torch/test_cpu_device.py::test_torch_is_unchanged_after_install
     module = CPUDeviceModule()
     with (
-        mock.patch.object(torch._utils, "_get_available_device_type", lambda: "cpu"),
-        mock.patch.object(torch._utils, "_get_device_module", lambda device_type: module),
+        mock.patch.object(torch._utils, "_get_available_device_type", return_value="cpu"),
+        mock.patch.object(torch._utils, "_get_device_module", return_value=module),
     ):
         import torchtitan.tools.utils  # noqa: F401
 
@@ -170,5 +170,5 @@ def true_peak_flops() -> Iterator[None]:
     import torchtitan.tools.utils as utils
 
     peak = measured_peak_flops()
-    with mock.patch.object(utils, "get_peak_flops", lambda device_name: peak):
+    with mock.patch.object(utils, "get_peak_flops", return_value=peak):
         yield

@@ -151,7 +151,7 @@ class EagerMasks(CPUMixin):
     def specialize(cls, original: type[nn.Module]) -> dict[str, Any]:
         from torch.nn.attention.flex_attention import create_block_mask
 
-        method: Any = original.get_attention_masks
+        method: Any = getattr(original, "get_attention_masks")  # noqa: B009
         return {
             "get_attention_masks": rebind_globals(
                 method, {"create_attention_mask": create_block_mask}

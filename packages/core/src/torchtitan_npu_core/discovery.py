@@ -65,19 +65,17 @@ def disabled_names(environ: dict[str, str] | None = None) -> set[str]:
     return {canonicalize_name(word) for word in re.split(r"[,\s]+", text) if word}
 
 
-def _entry_points(
-    distribution: importlib_metadata.Distribution,
-) -> list[importlib_metadata.EntryPoint]:
+def _entry_points(distribution: Any) -> list[Any]:
     return [ep for ep in distribution.entry_points if ep.group == ENTRY_POINT_GROUP]
 
 
-def _version(distribution: importlib_metadata.Distribution) -> str:
+def _version(distribution: Any) -> str:
     # a metadata folder without a PKG-INFO or METADATA file has no version to read
     metadata = distribution.metadata
     return (metadata["Version"] if metadata is not None and "Version" in metadata else "") or "?"
 
 
-def _name(distribution: importlib_metadata.Distribution) -> str:
+def _name(distribution: Any) -> str:
     metadata = distribution.metadata
     name = metadata["Name"] if metadata is not None and "Name" in metadata else None
     if name:
@@ -87,7 +85,7 @@ def _name(distribution: importlib_metadata.Distribution) -> str:
     return re.sub(r"(-\d.*)?\.(dist|egg)-info$", "", folder) or "?"
 
 
-def _location(distribution: importlib_metadata.Distribution) -> str:
+def _location(distribution: Any) -> str:
     return os.path.realpath(str(getattr(distribution, "_path", "?")))
 
 

@@ -69,9 +69,7 @@ def _core() -> Finding:
 def _plugins(plugins: PluginSet) -> list[Finding]:
     if not plugins.records:
         return [
-            Finding(
-                "plugins", NOTE, "none installed; try: pip install torchtitan-npu-op-norm-rope"
-            )
+            Finding("plugins", NOTE, "none installed; try: pip install torchtitan-npu-op-norm-rope")
         ]
     found = []
     for record in plugins.records:

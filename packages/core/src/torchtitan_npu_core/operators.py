@@ -209,15 +209,11 @@ def declared_operators(plugins: PluginSet, record: PluginRecord) -> list[Operato
 def declared_specs(plugins: PluginSet) -> dict[str, OperatorSpec]:
     """Operators of all loaded plugins, by name."""
     return {
-        spec.name: spec
-        for record in plugins.loaded
-        for spec in declared_operators(plugins, record)
+        spec.name: spec for record in plugins.loaded for spec in declared_operators(plugins, record)
     }
 
 
-def register_plugin_operators(
-    plugins: PluginSet, record: PluginRecord
-) -> list[RegisteredOperator]:
+def register_plugin_operators(plugins: PluginSet, record: PluginRecord) -> list[RegisteredOperator]:
     """Make all operators of one plugin callable."""
     return [register_operator(spec) for spec in declared_operators(plugins, record)]
 

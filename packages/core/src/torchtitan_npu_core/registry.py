@@ -162,9 +162,7 @@ def _check_order(specs: Sequence[ConverterSpec], registry: ConverterRegistry) ->
                 # say it now if the name cannot be had at all
                 registry.get(needed)
                 corrected = [*earlier, needed, *names[position:]]
-                raise ConverterListError(
-                    f"Converter {spec.name!r} requires {needed!r}.", corrected
-                )
+                raise ConverterListError(f"Converter {spec.name!r} requires {needed!r}.", corrected)
         for before in (*spec.requires, *spec.after):
             if before in names and before not in earlier:
                 moved = [name for name in names if name != before]

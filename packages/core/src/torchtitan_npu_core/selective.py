@@ -72,5 +72,8 @@ def extend_selective_checkpointing(model: nn.Module, args: Any, kwargs: Any) -> 
         module.__dict__["checkpoint_fn"] = functools.partial(
             checkpoint.func,
             *checkpoint.args,
-            **{**checkpoint.keywords, "context_fn": functools.partial(saving_contexts, inner, operators)},
+            **{
+                **checkpoint.keywords,
+                "context_fn": functools.partial(saving_contexts, inner, operators),
+            },
         )

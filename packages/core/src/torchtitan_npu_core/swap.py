@@ -34,7 +34,10 @@ class ReplacementMixin:
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced = super().__reduce_ex__(protocol)
         cls = type(self)
-        key = (cls.__dict__.get("torchtitan_npu_mixin"), cls.__dict__.get("torchtitan_npu_original"))
+        key = (
+            cls.__dict__.get("torchtitan_npu_mixin"),
+            cls.__dict__.get("torchtitan_npu_original"),
+        )
         # a class that something else derived from ours (FSDP does) has its own rules
         if _CLASSES.get(key) is not cls:  # type: ignore[arg-type]
             return reduced
@@ -83,8 +86,8 @@ def replaced_from(module: nn.Module) -> tuple[str, type[nn.Module]] | None:
 
     Classes that only supply what a CPU lacks belong to no converter and count as original.
     """
-    cls = type(module)
-    if isinstance(module, ReplacementMixin) and cls.torchtitan_npu_converter:
+    cls: Any = type(module)
+    if issubclass(cls, ReplacementMixin) and cls.torchtitan_npu_converter:
         return cls.torchtitan_npu_converter, cls.torchtitan_npu_original
     return None
 

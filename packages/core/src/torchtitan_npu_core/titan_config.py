@@ -31,9 +31,7 @@ def with_npu_section(config_class: type | None = None) -> type:
         config_class: Another custom config class to extend, or None.
     """
     bases = () if config_class is None else (config_class,)
-    return make_dataclass(
-        "JobConfig", [("npu", Section, field(default_factory=dict))], bases=bases
-    )
+    return make_dataclass("JobConfig", [("npu", Section, field(default_factory=dict))], bases=bases)
 
 
 JobConfig = with_npu_section()

@@ -1,6 +1,6 @@
 """One rank of ``torchtitan-npu train``: torchtitan's own trainer, and what a CPU needs beside it.
 
-    python -m torchtitan_npu_core.worker [torchtitan options]
+python -m torchtitan_npu_core.worker [torchtitan options]
 """
 
 from __future__ import annotations

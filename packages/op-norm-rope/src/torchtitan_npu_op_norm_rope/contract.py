@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 
-
 @dataclass(frozen=True, kw_only=True)
 class RotaryContract:
     """How one module class applies rotary embedding.
@@ -227,5 +226,3 @@ def _follows_positions(
         if got is None or not torch.allclose(got, want, atol=1e-5, rtol=1e-5):
             return False
     return True
-
-

@@ -55,7 +55,7 @@ ROTARY_LIMITS = (
 ROTARY_MUL = OperatorSpec(
     name="npu::npu_rotary_mul",
     schema=(
-        "npu_rotary_mul(Tensor input, Tensor r1, Tensor r2, str rotary_mode=\"half\", "
+        'npu_rotary_mul(Tensor input, Tensor r1, Tensor r2, str rotary_mode="half", '
         "Tensor? rotate=None) -> Tensor"
     ),
     kernels="torchtitan_npu_op_norm_rope.ops:ROTARY_MUL",
@@ -66,7 +66,7 @@ ROTARY_MUL_BACKWARD = OperatorSpec(
     name="npu::npu_rotary_mul_backward",
     schema=(
         "npu_rotary_mul_backward(Tensor grad, Tensor input, Tensor r1, Tensor r2, "
-        "str rotary_mode=\"half\") -> (Tensor, Tensor, Tensor)"
+        'str rotary_mode="half") -> (Tensor, Tensor, Tensor)'
     ),
     kernels="torchtitan_npu_op_norm_rope.ops:ROTARY_MUL_BACKWARD",
     limits=ROTARY_LIMITS,

@@ -150,7 +150,8 @@ def _leading_blocks(shape: torch.Size) -> Iterator[tuple[slice, ...]]:
 
 def _block_of(table: Tensor, block: tuple[slice, ...]) -> Tensor:
     """The part of a broadcast table that belongs to a block of the input."""
-    return table[tuple(b if size > 1 else slice(None) for b, size in zip(block, table.shape))]
+    index = (b if size > 1 else slice(None) for b, size in zip(block, table.shape, strict=False))
+    return table[tuple(index)]
 
 
 def _deinterleaved(x: Tensor) -> Tensor:

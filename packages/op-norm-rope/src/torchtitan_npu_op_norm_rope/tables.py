@@ -126,6 +126,9 @@ class RotaryTables:
         self.sources: tuple[str, ...] = ()
         self._derived: dict[str, _Derived] = {}
         self._current: tuple[_Derived, ...] | None = None
+        # (model's table, cosines, sines) for compiled layers; kept after forward, because a
+        # compiled layer that is recomputed must issue the same operators again
+        self._traced: tuple[tuple[Tensor, Tensor, Tensor], ...] = ()
         # tables used for a copy of the model's table that the host had cast, e.g. FSDP per block
         self._cast_copies = WeakTensorKeyDictionary()
 
@@ -176,6 +179,11 @@ class RotaryTables:
                 self._derived[name] = derived
             current.append(derived)
         self._current = tuple(current)
+        self._traced = tuple(
+            (buffer, *self._derived[name].pair)
+            for name, buffer in model._buffers.items()
+            if name in self._derived and buffer is not None
+        )
 
     def stop(self) -> None:
         """The model's forward ended, with or without an exception."""
@@ -200,9 +208,7 @@ class RotaryTables:
         if self._current is not None and not cache.is_complex():
             # inside the root's forward a table of another dtype is a copy that the host made of
             # the only table it can have been
-            alike = [
-                d for d in self._current if d.shape == cache.shape and d.dtype != cache.dtype
-            ]
+            alike = [d for d in self._current if d.shape == cache.shape and d.dtype != cache.dtype]
             if len(alike) == 1:
                 self._cast_copies[cache] = alike[0]
                 return alike[0]
@@ -237,13 +243,13 @@ class RotaryTables:
     def _lookup_traced(
         self, cache: Tensor, positions: Tensor | None, length: int, dtype: torch.dtype
     ) -> Pair:
-        # identity and versions of tensors mean nothing to a tracer; inside the root's forward the
-        # tables are inputs of the graph, elsewhere they are derived in it
+        # a tracer guards on two inputs being the same object, and so can compare them; weak
+        # references and versions mean nothing to it. A copy of the table (a cast by FSDP, a
+        # DTensor) is another object: its tables are derived in the graph.
         pair: Pair | None = None
-        if self._current is not None:
-            for derived in self._current:
-                if derived.shape == cache.shape:
-                    pair = derived.pair
+        for source, cos, sin in self._traced:
+            if source is cache:
+                pair = (cos, sin)
         if pair is None:
             pair = derive(_local(cache))
         if not cache.is_complex():

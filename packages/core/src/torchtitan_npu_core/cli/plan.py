@@ -72,8 +72,12 @@ def make_plan(args: list[str], target: str) -> tuple[ConversionPlan, list[str], 
 
 @click.command("plan", context_settings={"ignore_unknown_options": True})
 @click.argument("config")
-@click.option("--target", type=click.Choice(list(DEVICE_FAMILIES)), default=None,
-              help="Also check the limits of this device family.")
+@click.option(
+    "--target",
+    type=click.Choice(list(DEVICE_FAMILIES)),
+    default=None,
+    help="Also check the limits of this device family.",
+)
 @click.option("--all", "everything", is_flag=True, help="One row per module.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)

@@ -77,7 +77,7 @@ def closing_lines(folder: Path, started: float, config: str) -> list[str]:
 
 
 def setting(config: dict[str, Any], options: tuple[str, ...], name: str, default: Any) -> Any:
-    """Value of ``section.key`` as the trainer will see it: command line, then TOML, then default."""
+    """Value of ``section.key`` as the trainer sees it: command line, then TOML, then default."""
     section, key = name.split(".")
     value = config.get(section, {}).get(key, default)
     names = (f"--{name}", f"--{name.replace('_', '-')}")
@@ -99,10 +99,19 @@ def _shown_rank(config: dict[str, Any], options: tuple[str, ...], nproc: int) ->
 
 @click.command("train", context_settings={"ignore_unknown_options": True})
 @click.argument("config")
-@click.option("--nproc", type=click.IntRange(min=1), default=1, show_default=True,
-              help="Processes on this machine.")
-@click.option("--json", "as_json", is_flag=True,
-              help="Print the closing report as JSON (log lines go to standard error).")
+@click.option(
+    "--nproc",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Processes on this machine.",
+)
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the closing report as JSON (log lines go to standard error).",
+)
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def command(
@@ -116,6 +125,7 @@ def command(
     values = read_toml(path)
     args = ["--job.config_file", str(path), *asset_options(values, options), *options]
     started = time.time()
+    report = sys.stdout
     if as_json:
         # the trainer logs to standard output; keep that for the report
         report = os.fdopen(os.dup(1), "w")

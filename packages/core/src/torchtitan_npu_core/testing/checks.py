@@ -140,7 +140,9 @@ def _check_unchanged(before: dict[str, Any], model: nn.Module) -> None:
     for (n, i, r, v), (n2, i2, r2, v2) in zip(
         before["parameters"], after["parameters"], strict=True
     ):
-        _promise((n, i, r) == (n2, i2, r2), "parameters are the same objects with the same names", n)
+        _promise(
+            (n, i, r) == (n2, i2, r2), "parameters are the same objects with the same names", n
+        )
         _promise(v.is_meta or torch.equal(v, v2), "parameter values stay", n)
     _promise(before["training"] == after["training"], "training flags and module names stay")
     _promise(before["modules"] == after["modules"], "modules stay the same objects")
@@ -149,14 +151,16 @@ def _check_unchanged(before: dict[str, Any], model: nn.Module) -> None:
 def _run(model: nn.Module, inputs: Inputs) -> tuple[list[Tensor], dict[str, Tensor | None]]:
     torch.manual_seed(1)
     arguments = [
-        a.detach().clone().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a
+        a.detach().clone().requires_grad_()
+        if isinstance(a, Tensor) and a.is_floating_point()
+        else a
         for a in inputs()
     ]
     model.zero_grad(set_to_none=True)
     output = model(*arguments)
     outputs = [output] if isinstance(output, Tensor) else list(output)
     torch.manual_seed(2)
-    sum((o * torch.randn_like(o)).sum() for o in outputs).backward()
+    torch.stack([(o * torch.randn_like(o)).sum() for o in outputs]).sum().backward()
     gradients = {n: p.grad for n, p in model.named_parameters()}
     gradients |= {f"input {i}": a.grad for i, a in enumerate(arguments) if isinstance(a, Tensor)}
     return [o.detach() for o in outputs], gradients
@@ -174,7 +178,9 @@ def _check_numbers(
     _promise(len(want) == len(got), "outputs stay")
     for a, b in zip(want, got, strict=True):
         _promise(a.dtype == b.dtype and a.shape == b.shape, "dtype and shape of outputs stay")
-        _promise(_close(a, b, rtol, atol), "outputs stay", f"largest difference {(a - b).abs().max()}")
+        _promise(
+            _close(a, b, rtol, atol), "outputs stay", f"largest difference {(a - b).abs().max()}"
+        )
     for key, a in want_grads.items():
         b = got_grads[key]
         _promise((a is None) == (b is None), "every gradient stays", key)

@@ -42,7 +42,9 @@ def write_distribution(
         lines += [f"Requires-Dist: {line}" for line in requires]
         lines += [
             f"Provides-Extra: {extra}"
-            for extra in sorted({r.split("extra ==")[1].strip(" '\"") for r in requires if "extra ==" in r})
+            for extra in sorted(
+                {r.split("extra ==")[1].strip(" '\"") for r in requires if "extra ==" in r}
+            )
         ]
     (metadata / file).write_text("\n".join(lines) + "\n")
     if entry_points:

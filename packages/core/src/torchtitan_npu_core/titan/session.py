@@ -94,9 +94,7 @@ class ConversionSession:
             self._plans[model] = (plan, set())
         plan, done = self._plans[model]
         offer = next(o for o in self.offers if o.spec.name == name)
-        apply.apply_converter(
-            model, plan, name, apply.save_operators(self.plugins, offer.plugin)
-        )
+        apply.apply_converter(model, plan, name, apply.save_operators(self.plugins, offer.plugin))
         done.add(name)
         if done == set(self.names):
             del self._plans[model]
