@@ -2,6 +2,7 @@ import json
 
 import pytest
 from click.testing import CliRunner
+
 from torchtitan_npu_core.cli import COMMANDS, main
 
 PLUGIN = """

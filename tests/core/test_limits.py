@@ -1,6 +1,7 @@
 import warnings
 
 import pytest
+
 from torchtitan_npu_core import limits
 from torchtitan_npu_core.errors import DeviceLimitError
 from torchtitan_npu_core.specs import DeviceLimit, OperatorSpec

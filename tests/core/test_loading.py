@@ -1,6 +1,7 @@
 import sys
 
 import pytest
+
 from torchtitan_npu_core.errors import PluginError, UnknownConverterError
 from torchtitan_npu_core.loading import discover_and_load, report_problems
 from torchtitan_npu_core.registry import ConverterRegistry

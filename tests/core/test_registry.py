@@ -1,6 +1,7 @@
 import types
 
 import pytest
+
 from torchtitan_npu_core.discovery import PluginRecord
 from torchtitan_npu_core.errors import (
     ConverterListError,

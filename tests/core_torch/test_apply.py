@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+
 from torchtitan_npu_core import ConverterSpec
 from torchtitan_npu_core.apply import apply_plan, convert_model
 from torchtitan_npu_core.discovery import PluginRecord

@@ -2,6 +2,7 @@ import subprocess
 import sys
 
 import torch
+
 from torchtitan_npu_core import cpu_device
 
 UNCHANGED = """

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
+
 from torchtitan_npu_core.cpu_model import flex_reference, histc, prepare_for_cpu
 from torchtitan_npu_core.errors import CommandError
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from torchtitan_npu_core import operators
 from torchtitan_npu_core.errors import NotDifferentiableError, OperatorArgumentError
 from torchtitan_npu_core.operators import OperatorKernels, register_operator

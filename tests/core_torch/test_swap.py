@@ -4,6 +4,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+
 from torchtitan_npu_core.swap import (
     ReplacementMixin,
     rebind_globals,

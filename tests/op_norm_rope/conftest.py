@@ -1,4 +1,5 @@
 import pytest
+
 from torchtitan_npu_core.loading import discover_and_load
 from torchtitan_npu_core.operators import register_plugin_operators
 

@@ -3,9 +3,9 @@
 import copy
 
 import torch
-from torchtitan_npu_core.cpu_model import prepare_for_cpu
 
 from tests.tiny import FLAVORS, SMALL, host_name, shrink
+from torchtitan_npu_core.cpu_model import prepare_for_cpu
 
 SEQ_LEN = 16
 VOCAB = 96

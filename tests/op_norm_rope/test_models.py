@@ -5,10 +5,10 @@ import itertools
 
 import pytest
 import torch
-from torchtitan_npu_core.apply import convert_model
-from torchtitan_npu_core.probe import OperatorProbe
 
 from tests.op_norm_rope import models
+from torchtitan_npu_core.apply import convert_model
+from torchtitan_npu_core.probe import OperatorProbe
 
 BOTH = ["npu_rms_norm", "npu_rope"]
 SUBSETS = [["npu_rms_norm"], ["npu_rope"], BOTH]

@@ -5,6 +5,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+
 from torchtitan_npu_core.apply import convert_model
 from torchtitan_npu_core.errors import UnmatchedConverterError
 

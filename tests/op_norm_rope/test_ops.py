@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+
+from tests.op_norm_rope import golden
 from torchtitan_npu_core import limits
 from torchtitan_npu_core.errors import (
     DeviceLimitError,
@@ -10,8 +12,6 @@ from torchtitan_npu_core.errors import (
     OperatorArgumentError,
 )
 from torchtitan_npu_op_norm_rope import plugin
-
-from tests.op_norm_rope import golden
 
 npu = torch.ops.npu
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -2,9 +2,9 @@ import subprocess
 import sys
 
 import torch
-from torchtitan_npu_core.apply import convert_model
 
 from tests.op_norm_rope import models
+from torchtitan_npu_core.apply import convert_model
 
 LOAD = """
 import sys, torch

@@ -4,9 +4,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torchtitan_npu_op_norm_rope import reference
 
 from tests.op_norm_rope import golden
+from torchtitan_npu_op_norm_rope import reference
 
 NORM_SHAPES = [
     ((3, 8), (8,)),
@@ -88,12 +88,15 @@ ROTARY_CASES = [
 ]
 
 
+@pytest.mark.parametrize("alike", [True, False], ids=["pairs-alike", "pairs-apart"])
 @pytest.mark.parametrize("mode", ["half", "interleave", "quarter"])
 @pytest.mark.parametrize(("shape", "table"), ROTARY_CASES)
-def test_rotary_matches_the_formula(shape, table, mode):
+def test_rotary_matches_the_formula(shape, table, mode, alike):
     torch.manual_seed(0)
     x, dy = torch.randn(2, *shape, dtype=torch.float64).unbind()
     cos, sin = torch.randn(2, *table, dtype=torch.float64).unbind()
+    if alike:
+        cos, sin = (t[..., 0::2].repeat_interleave(2, -1) for t in (cos, sin))
     torch.testing.assert_close(
         reference.rotary_mul(x, cos, sin, mode), golden.rotary(x, cos, sin, mode)
     )

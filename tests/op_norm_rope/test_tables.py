@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from tests.op_norm_rope import models
 from torchtitan_npu_core.apply import convert_model
 from torchtitan_npu_core.errors import UnmatchedConverterError
 from torchtitan_npu_core.probe import OperatorProbe
 from torchtitan_npu_op_norm_rope.contract import RotaryContract, rotary_contract
 from torchtitan_npu_op_norm_rope.tables import TABLES_ATTRIBUTE, RotaryTables, derive
-
-from tests.op_norm_rope import models
 
 FAMILIES = ["llama3", "qwen3", "deepseek_v3"]
 

@@ -1,4 +1,5 @@
 import pytest
+
 from torchtitan_npu_core import assets
 
 

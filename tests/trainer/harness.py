@@ -79,6 +79,7 @@ def one(args, shared, inspect):
 
 def main(cases_file, prefix):
     import torch
+
     from torchtitan_npu_core import cpu_device
 
     cpu_device.install()

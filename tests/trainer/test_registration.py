@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+
 from torchtitan_npu_core import assets
 
 TOML = """

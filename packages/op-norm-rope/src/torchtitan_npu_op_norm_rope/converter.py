@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
+
 from torchtitan_npu_core.plan import Converter, JobSizes, Replacement, RootSetup, Sizes, Skip
 from torchtitan_npu_core.swap import replacement_class
-
 from torchtitan_npu_op_norm_rope.contract import Refusal, rotary_contract
 from torchtitan_npu_op_norm_rope.modules import FusedRMSNorm, FusedRotary
 from torchtitan_npu_op_norm_rope.tables import (

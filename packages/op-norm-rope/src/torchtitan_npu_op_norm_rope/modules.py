@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchtitan_npu_core.swap import ReplacementMixin, rebind_globals
 
+from torchtitan_npu_core.swap import ReplacementMixin, rebind_globals
 from torchtitan_npu_op_norm_rope.contract import RotaryContract, rotary_contract
 from torchtitan_npu_op_norm_rope.tables import TABLES_ATTRIBUTE, RotaryTables
 

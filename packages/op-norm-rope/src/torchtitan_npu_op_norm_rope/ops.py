@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
 from torchtitan_npu_core.errors import OperatorArgumentError
 from torchtitan_npu_core.operators import OperatorKernels
-
 from torchtitan_npu_op_norm_rope import reference
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32

@@ -158,6 +158,39 @@ def _deinterleaved(x: Tensor) -> Tensor:
     return torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
 
 
+def _complex_factor(cos: Tensor, sin: Tensor, rotary_mode: str) -> Tensor | None:
+    """Tables as one complex factor per pair of neighbours, where both of a pair turn alike.
+
+    A complex product reads and writes each element once, which strided pairs do not.
+    """
+    if rotary_mode != "interleave" or cos.dtype not in (torch.float32, torch.float64):
+        return None
+    if not (
+        torch.equal(cos[..., 0::2], cos[..., 1::2]) and torch.equal(sin[..., 0::2], sin[..., 1::2])
+    ):
+        return None
+    return torch.complex(cos[..., 0::2].contiguous(), sin[..., 0::2].contiguous())
+
+
+def _as_complex(x: Tensor) -> Tensor:
+    """Pairs of neighbours as complex numbers, without a copy where the layout allows it."""
+    aligned = x.stride(-1) == 1 and not any(n % 2 for n in (*x.stride()[:-1], x.storage_offset()))
+    return torch.view_as_complex((x if aligned else x.contiguous()).unflatten(-1, (-1, 2)))
+
+
+def _times(x: Tensor, factor: Tensor) -> Tensor:
+    """``x``, pairs of neighbours taken as complex numbers, times a factor."""
+    dtype = factor.real.dtype
+    if x.dtype == dtype:
+        # nothing to cast, so nothing that blocks would keep small
+        return torch.view_as_real(_as_complex(x) * factor).flatten(-2).contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    for block in _leading_blocks(x.shape):
+        product = _as_complex(x[block].to(dtype)) * _block_of(factor, block)
+        out[block] = torch.view_as_real(product).flatten(-2)
+    return out
+
+
 def rotary_mul(
     input: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half", rotate: Tensor | None = None
 ) -> Tensor:
@@ -183,6 +216,9 @@ def rotary_mul(
     """
     dtype = compute_dtype(input.dtype)
     cos, sin = (r.to(input.dtype).to(dtype) for r in (r1, r2))
+    factor = None if rotate is not None else _complex_factor(cos, sin, rotary_mode)
+    if factor is not None:
+        return _times(input, factor)
     out = torch.empty(input.shape, dtype=input.dtype, device=input.device)
     for block in _leading_blocks(input.shape):
         x = input[block].to(dtype)
@@ -233,21 +269,28 @@ def rotary_mul_backward(
     if tables_need_grad is None:
         tables_need_grad = r1.requires_grad or r2.requires_grad
     cos, sin = (r.to(input.dtype).to(dtype) for r in (r1, r2))
-    dinput = torch.empty(input.shape, dtype=input.dtype, device=input.device)
     parts = _rotation(rotary_mode, input.shape[-1])
+    factor = _complex_factor(cos, sin, rotary_mode)
+    if factor is None:
+        dinput = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    else:
+        dinput = _times(grad, factor.conj().resolve_conj())
     if tables_need_grad:
         dr1 = torch.zeros(r1.shape, dtype=dtype, device=input.device)
         dr2 = torch.zeros_like(dr1)
     else:
         dr1 = torch.full(r1.shape, math.nan, dtype=dtype, device=input.device)
         dr2 = dr1.clone()
+    if factor is not None and not tables_need_grad:
+        return dinput, dr1.to(input.dtype), dr2.to(input.dtype)
     for block in _leading_blocks(input.shape):
         dy = grad[block].to(dtype)
         c, s = _block_of(cos, block), _block_of(sin, block)
-        dx = dy * c
-        for target, source, sign in parts:
-            dx[..., source].addcmul_(dy[..., target], s[..., target], value=sign)
-        dinput[block] = dx
+        if factor is None:
+            dx = dy * c
+            for target, source, sign in parts:
+                dx[..., source].addcmul_(dy[..., target], s[..., target], value=sign)
+            dinput[block] = dx
         if tables_need_grad:
             x = input[block].to(dtype)
             _block_of(dr1, block).add_((dy * x).sum_to_size(c.shape))
