@@ -128,6 +128,27 @@ def test_every_command_has_help_and_json(command):
     assert "--json" in result.output
 
 
+def test_help_works_after_a_command_was_loaded():
+    run("list")
+    assert run("--help").exit_code == 0
+
+
+def test_converter_of_a_disabled_plugin_says_so(acme, monkeypatch):
+    monkeypatch.setenv("TORCHTITAN_NPU_DISABLE_PLUGINS", "gelu")
+    result = run("explain", "acme_gelu")
+    assert result.exit_code == 1
+    assert "acme-gelu 1.0" in result.output
+    assert "TORCHTITAN_NPU_DISABLE_PLUGINS" in result.output
+
+
+def test_npu_section_that_nothing_reads_names_the_missing_key(tmp_path):
+    path = tmp_path / "x.toml"
+    path.write_text("[npu]\nallow_unmatched = []\n")
+    result = run("train", str(path))
+    assert result.exit_code == 1
+    assert 'custom_config_module = "torchtitan_npu_core.titan_config"' in result.output
+
+
 def test_missing_config_names_the_shipped_ones():
     result = run("train", "quickstrat")
     assert result.exit_code == 1

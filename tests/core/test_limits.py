@@ -3,7 +3,7 @@ import warnings
 import pytest
 
 from torchtitan_npu_core import limits
-from torchtitan_npu_core.errors import DeviceLimitError
+from torchtitan_npu_core.errors import DeviceLimitError, OptionValueError
 from torchtitan_npu_core.specs import DeviceLimit, OperatorSpec
 
 SPEC = OperatorSpec(
@@ -53,6 +53,12 @@ def test_variable_sets_the_target(monkeypatch):
     monkeypatch.setenv("TORCHTITAN_NPU_TARGET_DEVICE", "a2")
     with pytest.raises(DeviceLimitError):
         limits.enforce_limits(SPEC, {"heads": 16})
+
+
+def test_variable_that_names_no_family_is_refused(monkeypatch):
+    monkeypatch.setenv("TORCHTITAN_NPU_TARGET_DEVICE", "a4")
+    with pytest.raises(OptionValueError, match=r"'a4'.*'a2', 'a3', '950'"):
+        limits.target_device()
 
 
 def test_unknown_family_is_refused():

@@ -142,6 +142,11 @@ def test_unknown_option_suggests_the_right_one(section, suggests):
         registry(spec("a", options=OPTIONS)).settings(section)
 
 
+def test_unmatched_name_that_is_no_converter_is_refused_with_a_suggestion():
+    with pytest.raises(OptionValueError, match="Did you mean 'npu_rope'"):
+        registry(spec("npu_rope")).settings({"allow_unmatched": ["npu_rop"]})
+
+
 @pytest.mark.parametrize(
     "section",
     [

@@ -98,6 +98,29 @@ def test_broken_plugin_is_named_under_plain_torchtitan(write, tmp_path):
     assert "does_not_exist" in done.stderr
 
 
+@pytest.mark.slow
+def test_device_library_that_cannot_load_does_not_stop_a_run(write, tmp_path):
+    from torchtitan_npu_core.testing import write_distribution
+
+    # as torch_npu on a host without CANN: torch itself fails to import it
+    write_distribution(
+        tmp_path / "site",
+        "torch-npu",
+        entry_points="[torch.backends]\ntorch_npu = torch_npu:_autoload\n",
+        modules={"torch_npu": "raise ImportError('libhccl.so: cannot open shared object file')"},
+    )
+    env = {"PYTHONPATH": str(tmp_path / "site")}
+    assert run(sys.executable, "-c", "import torch", env=env).returncode != 0
+    done = train(write('["npu_rope"]'), env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("libhccl.so") + done.stderr.count("libhccl.so") == 1
+    command = [sys.executable, "-m", "torchtitan_npu_core.cli"]
+    assert run(*command, "plan", "llama3_debug", env=env).returncode == 0
+    doctor = run(*command, "doctor", env=env)
+    assert doctor.returncode == 1
+    assert "libhccl.so" in doctor.stdout
+
+
 IN_PROCESS = """
 import sys
 from torchtitan_npu_core import cpu_device

@@ -54,7 +54,17 @@ def test_scale_multiplies_the_activation():
     expected = 2.5 * module(x)
     convert_model(module, [NAME], section={NAME: {"scale": 2.5}})
     torch.testing.assert_close(module(x), expected)
-    assert repr(module) == "NPUGELU(approximate='tanh', scale=2.5)"
+    assert repr(module) == "AcmeGELU(approximate='tanh', scale=2.5)"
+
+
+def test_factor_that_changes_the_mathematics_is_announced_before_conversion(caplog):
+    convert_model(tiny_model(), [NAME], section={NAME: {"scale": 2}})
+    assert [
+        r.getMessage() for r in caplog.records if "changes the mathematics" in r.getMessage()
+    ] == ["[acme_scaled_gelu] scale 2.0 changes the mathematics"]
+    caplog.clear()
+    convert_model(tiny_model(), [NAME])
+    assert "changes the mathematics" not in caplog.text
 
 
 @pytest.mark.parametrize("scale", ["2", True, float("inf"), float("nan")])

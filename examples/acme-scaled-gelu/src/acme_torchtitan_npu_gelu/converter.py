@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
-from torchtitan_npu_core.errors import OptionValueError
+from torchtitan_npu_core import OptionValueError
 from torchtitan_npu_core.plan import Converter, Replacement, Skip
 from torchtitan_npu_core.swap import replacement_class
 
@@ -18,7 +18,7 @@ class ScaledGELUConverter(Converter):
     """Replaces ``torch.nn.GELU(approximate="tanh")``.
 
     Args:
-        options: ``scale``, the factor on the activation, 1.0 if it is missing.
+        options: ``scale``, the factor on the activation.
 
     Raises:
         OptionValueError: If ``scale`` is infinite or not a number.
@@ -26,7 +26,7 @@ class ScaledGELUConverter(Converter):
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         super().__init__(options)
-        self.scale = self.options.get("scale", 1.0)
+        self.scale = self.options["scale"]
         # TOML can say inf and nan, and both are floats
         if not math.isfinite(self.scale):
             raise OptionValueError("npu.acme_scaled_gelu", "scale", self.scale, "a finite number")

@@ -20,6 +20,7 @@ class ScaledGELU(ReplacementMixin):
     """
 
     torchtitan_npu_converter = "acme_scaled_gelu"
+    torchtitan_npu_prefix = "Acme"
     acme_scale: float
 
     def forward(self, input: Tensor) -> Tensor:

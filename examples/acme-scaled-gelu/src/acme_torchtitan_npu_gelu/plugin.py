@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,9 @@ from torchtitan_npu_core import ConverterSpec, DeviceLimit, OperatorSpec, Option
 
 if TYPE_CHECKING:
     from torchtitan_npu_core.apply import ConversionResult
+    from torchtitan_npu_core.plan import ConversionPlan
+
+logger = logging.getLogger(__name__)
 
 CONVERTER = "acme_scaled_gelu"
 SOURCE = "Gaussian Error Linear Units (arXiv 1606.08415), section 2; torch.nn.GELU (torch 2.13.0)"
@@ -72,6 +76,14 @@ def torchtitan_npu_selective_save_operators() -> list[str]:
     # the next linear layer reads this output in its backward: keeping it costs one hidden
     # activation per block and saves running the operator a second time
     return ["acme::scaled_gelu"]
+
+
+@hookimpl
+def torchtitan_npu_before_conversion(plan: ConversionPlan) -> None:
+    # a factor other than 1.0 is legal and trains another model: say so before it happens
+    notes = {row.note for row in plan.rows_of(CONVERTER, "replaced") if row.note}
+    for note in sorted(notes):
+        logger.warning("[%s] %s", CONVERTER, note)
 
 
 @hookimpl

@@ -7,6 +7,7 @@ is no reason to refuse (core lists plugins without torch); a version outside the
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 
 import importlib_metadata
@@ -15,6 +16,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
 from torchtitan_npu_core.__about__ import __version__
+from torchtitan_npu_core.errors import CommandError
 
 CORE = "torchtitan-npu-core"
 TARGETS_EXTRA = "targets"
@@ -28,6 +30,28 @@ def installed_version(name: str) -> str | None:
         return importlib_metadata.version(name)
     except importlib_metadata.PackageNotFoundError:
         return None
+
+
+def require_torch(purpose: str) -> None:
+    """Refuse to go on without torch and torchtitan, and keep torch_npu from taking torch down.
+
+    torch loads torch_npu by itself, and fails to import where CANN is missing. Whoever needs
+    torch_npu imports it afterwards, and can say what is wrong.
+
+    Args:
+        purpose: What needs them, for the message.
+
+    Raises:
+        CommandError: If one of them is not installed.
+    """
+    missing = [name for name in ("torch", "torchtitan") if installed_version(name) is None]
+    if missing:
+        raise CommandError(
+            f"{purpose} needs {' and '.join(missing)}, not installed here. On a machine without an "
+            f"NPU: pip install 'torchtitan-npu-core[cpu]'. On an NPU host, install the versions "
+            f"that match its driver."
+        )
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 
 def read_requirements(distribution_name: str) -> list[Requirement]:

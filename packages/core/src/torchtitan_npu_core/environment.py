@@ -53,10 +53,9 @@ def examine(plugins: PluginSet) -> list[Finding]:
         _other_package(),
     ]
     torch_found = _torch()
-    findings.append(torch_found)
-    findings.append(_cann())
-    if torch_found.level != PROBLEM:
-        findings += [_torch_npu(), _torchtitan(), *_operators(plugins)]
+    findings += [torch_found, _cann(), _torchtitan()]
+    if installed_version("torch") is not None and torch_found.level != PROBLEM:
+        findings += [_torch_npu(), *_operators(plugins)]
     return findings
 
 

@@ -115,7 +115,9 @@ class OptionValueError(ConverterError, ValueError):
         self.section = section
         self.name = name
         self.value = value
-        super().__init__(f"Option {name!r} in [{section}] is {value!r}; it must be {expected}.")
+        super().__init__(
+            f"Option {name!r} in [{section}] is {value!r}; it must be {expected.rstrip('.')}."
+        )
 
 
 class PluginError(ConverterError):

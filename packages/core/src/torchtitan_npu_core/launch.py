@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import click
 
+from torchtitan_npu_core.compat import require_torch
 from torchtitan_npu_core.errors import CommandError
 
 
@@ -33,7 +34,7 @@ def launch(args: Sequence[str], nproc: int, shown: int = 0) -> int:
     Returns:
         Exit code: 0, 1 after a failing rank, 130 after an interrupt.
     """
-    # torch_npu must not take down this process where CANN is missing; ranks decide for themselves
+    require_torch("Training")
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from torchtitan_npu_core.errors import DeviceLimitError
+from torchtitan_npu_core.errors import DeviceLimitError, OptionValueError
 from torchtitan_npu_core.specs import DEVICE_FAMILIES, DeviceLimit, OperatorSpec
 
 TARGET_VARIABLE = "TORCHTITAN_NPU_TARGET_DEVICE"
@@ -21,9 +21,20 @@ _target: ContextVar[str] = ContextVar("torchtitan_npu_target", default="")
 def target_device() -> str:
     """Device family the job targets, or an empty string.
 
-    Set with ``target`` in the ``[npu]`` section, or with ``TORCHTITAN_NPU_TARGET_DEVICE``.
+    Set with ``target`` in the ``[npu]`` section, or with ``TORCHTITAN_NPU_TARGET_DEVICE``; on a
+    machine with an NPU it is that device's family.
+
+    Raises:
+        OptionValueError: If the variable names no known family.
     """
-    return _target.get() or os.environ.get(TARGET_VARIABLE, "")
+    chosen = _target.get()
+    if chosen:
+        return chosen
+    family = os.environ.get(TARGET_VARIABLE, "")
+    if family and family not in DEVICE_FAMILIES:
+        known = ", ".join(repr(name) for name in DEVICE_FAMILIES)
+        raise OptionValueError("environment", TARGET_VARIABLE, family, f"one of {known}")
+    return family
 
 
 @contextmanager
@@ -79,10 +90,10 @@ def enforce_limits(spec: OperatorSpec, quantities: Mapping[str, Any]) -> None:
         return
     # the same limit of several families is one warning
     families: dict[str, list[str]] = {}
-    for family in DEVICE_FAMILIES:
-        broken = violations(spec.limits, quantities, family)
+    for other in DEVICE_FAMILIES:
+        broken = violations(spec.limits, quantities, other)
         if broken:
-            families.setdefault("; ".join(broken), []).append(family)
+            families.setdefault("; ".join(broken), []).append(other)
     for problem, refusing in families.items():
         _warn_once(f"{spec.name} would be refused on device family {'/'.join(refusing)}: {problem}")
 

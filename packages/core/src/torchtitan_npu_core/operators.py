@@ -20,7 +20,7 @@ import torch
 
 from torchtitan_npu_core.discovery import PluginRecord
 from torchtitan_npu_core.errors import NotDifferentiableError
-from torchtitan_npu_core.limits import enforce_limits
+from torchtitan_npu_core.limits import enforce_limits, family_of
 from torchtitan_npu_core.loading import PluginSet, discover_and_load
 from torchtitan_npu_core.specs import OperatorSpec
 
@@ -90,6 +90,14 @@ def device_library_problem() -> str | None:
         logger.warning("[converter] %s; reference kernels are used instead", problem)
         return problem
     return None
+
+
+def device_family() -> str:
+    """Family of the NPU in this machine, or an empty string without one."""
+    if device_library_problem() is not None:
+        return ""
+    npu = torch.get_device_module("npu")
+    return family_of(npu.get_device_name(0)) if npu.device_count() else ""
 
 
 def existing_operator(name: str) -> Any:

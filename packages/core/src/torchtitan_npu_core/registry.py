@@ -14,6 +14,7 @@ from torchtitan_npu_core.errors import (
     OptionValueError,
     UnknownConverterError,
     UnknownOptionError,
+    did_you_mean,
 )
 from torchtitan_npu_core.loading import PluginSet
 from torchtitan_npu_core.specs import ConverterSpec
@@ -83,7 +84,8 @@ class ConverterRegistry:
         """
         offers = self._offers.get(name)
         if not offers:
-            raise UnknownConverterError(name, self._offers, self.plugins.problems)
+            unusable = [r.problem for r in self.plugins.records if r.state != "loaded"]
+            raise UnknownConverterError(name, self._offers, unusable)
         if len(offers) > 1:
             raise DuplicateConverterError(name, [o.plugin.owner for o in offers])
         return offers[0]
@@ -117,7 +119,12 @@ class ConverterRegistry:
             UnknownOptionError: If a key is not known.
             OptionValueError: If a value has the wrong type or is not one of the choices.
         """
-        return read_settings(section or {}, [offer.spec for offer in self.offers()])
+        settings = read_settings(section or {}, [offer.spec for offer in self.offers()])
+        for name in sorted(settings.allow_unmatched):
+            if name not in self._offers:
+                known = f"the name of an installed converter.{did_you_mean(name, self._offers)}"
+                raise OptionValueError(SECTION, "allow_unmatched", name, known)
+        return settings
 
 
 def check_is_list(names: Any) -> None:

@@ -31,6 +31,11 @@ def to_json(kind: str, data: Mapping[str, Any]) -> str:
     return json.dumps({"schema": SCHEMA, "kind": kind, **data}, indent=1)
 
 
+def counted(number: int, noun: str) -> str:
+    """``1 problem``, ``2 problems``."""
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
 def short_class(path: str) -> str:
     """Class name without its module."""
     return path.rpartition(".")[2]
@@ -70,7 +75,7 @@ def summary_lines(plan: ConversionPlan) -> list[str]:
         if not rows:
             lines.append(f"{name}: matched nothing (searched {plan.searched} modules)")
     total = f"{num_replaced} replaced, {num_skipped} skipped"
-    lines.append(f"applied {len(plan.offers)} converters: {total}")
+    lines.append(f"applied {counted(len(plan.offers), 'converter')}: {total}")
     return lines
 
 

@@ -12,12 +12,13 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torchtitan_npu_core.compat import require_torch
 from torchtitan_npu_core.errors import CommandError, ConverterError
 
 logger = logging.getLogger(__name__)
 
-CPU_CONVERTER = "torchtitan_npu_cpu"
-"""Name under which the launcher's CPU preparation takes part in the host's conversion step."""
+DEVICE_CONVERTER = "torchtitan_npu_device"
+"""Name under which the launcher prepares a model for this device, in the host's conversion step."""
 
 
 class RecordingLogger:
@@ -50,19 +51,26 @@ class RecordingLogger:
         self.inner.close()
 
 
-def _register_cpu_converter() -> None:
+def _register_device_converter() -> None:
+    """Register what every job of the launcher needs, converted or not."""
     from torchtitan.protocols import model_converter as host
 
+    from torchtitan_npu_core import cpu_device
+    from torchtitan_npu_core.apply import add_root_hook
     from torchtitan_npu_core.cpu_model import prepare_for_cpu
+    from torchtitan_npu_core.fsdp import use_sum_reduction
 
-    if CPU_CONVERTER in host._registry_model_converter_cls:
+    if DEVICE_CONVERTER in host._registry_model_converter_cls:
         return
 
-    class CPUConverter(host.ModelConverter):
+    class DeviceConverter(host.ModelConverter):
         def __init__(self, job_config: Any, parallel_dims: Any) -> None:
             pass
 
         def convert(self, model: Any) -> None:
+            if not cpu_device.is_needed():
+                add_root_hook(model, use_sum_reduction)
+                return
             done = prepare_for_cpu(model)
             listed = ", ".join(f"{k} {v}" for k, v in sorted(done.items())) or "nothing to do"
             logger.info("[cpu] prepared the model for this device: %s", listed)
@@ -70,7 +78,7 @@ def _register_cpu_converter() -> None:
         def post_optimizer_hook(self, model: Any) -> None:
             pass
 
-    host.register_model_converter(CPUConverter, CPU_CONVERTER)
+    host.register_model_converter(DeviceConverter, DEVICE_CONVERTER)
 
 
 def _check_for_cpu(config: Any) -> None:
@@ -111,8 +119,11 @@ def run(args: Sequence[str], before_train: Callable[[Any], None] | None = None) 
     Raises:
         ConverterError: If the job cannot be started as configured.
     """
+    require_torch("Training")  # before torch is imported, for callers that come here directly
     from torchtitan_npu_core import cpu_device
+    from torchtitan_npu_core.operators import device_library_problem
 
+    device_library_problem()
     on_cpu = cpu_device.is_needed()
     if on_cpu:
         cpu_device.install()
@@ -123,19 +134,18 @@ def run(args: Sequence[str], before_train: Callable[[Any], None] | None = None) 
     from torchtitan.tools.logging import init_logger
     from torchtitan.train import Trainer
 
+    from torchtitan_npu_core.titan.job import normalised
     from torchtitan_npu_core.titan.registration import check_names, register
 
     init_logger()
     config = ConfigManager().parse_args(list(args))
-    if config.model.converters == [""]:
-        # '--model.converters=' on the command line: none, not one without a name
-        config.model.converters = []
+    normalised(config)
     register(list(config.model.converters))
     check_names(config)
     if on_cpu:
         _check_for_cpu(config)
-        _register_cpu_converter()
-        config.model.converters = [CPU_CONVERTER, *config.model.converters]
+    _register_device_converter()
+    config.model.converters = [DEVICE_CONVERTER, *config.model.converters]
 
     trainer: Any = None
     try:
@@ -159,22 +169,10 @@ def run(args: Sequence[str], before_train: Callable[[Any], None] | None = None) 
             torch.distributed.destroy_process_group()
 
 
-def metrics_rank(config: Any, world_size: int) -> int:
-    """Rank that sees the loss: the first one of the last pipeline stage.
-
-    Args:
-        config: torchtitan's config.
-        world_size: Number of ranks.
-    """
-    parallelism = config.parallelism
-    stages = parallelism.pipeline_parallel_degree
-    if stages <= 1 or parallelism.pipeline_parallel_schedule == "ZBVZeroBubble":
-        return 0
-    return (world_size // stages) * (stages - 1)
-
-
 def _record(trainer: Any, config: Any) -> RecordingLogger:
     import torch
+
+    from torchtitan_npu_core.titan.job import metrics_rank
 
     folder, path = config.job.dump_folder, None
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -189,14 +187,11 @@ def _record(trainer: Any, config: Any) -> RecordingLogger:
 
 def main(args: Sequence[str] | None = None) -> int:
     """Run one rank; print one readable line for errors that are the user's to mend."""
-    from torch.distributed.elastic.multiprocessing.errors import record
-
-    @record
-    def recorded() -> None:
-        run(sys.argv[1:] if args is None else args)
-
     try:
-        recorded()
+        require_torch("Training")
+        from torch.distributed.elastic.multiprocessing.errors import record
+
+        record(run)(sys.argv[1:] if args is None else args)
     except ConverterError as error:
         print(f"torchtitan-npu: {error}", file=sys.stderr)
         return 1

@@ -18,7 +18,8 @@ class _Commands(click.Group):
     """Loads a command's module when the command is named, so that the others cost nothing."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(COMMANDS)
+        # not list(): once its module is loaded, 'list' here is the command
+        return [*COMMANDS]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:

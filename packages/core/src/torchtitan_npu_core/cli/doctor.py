@@ -6,7 +6,7 @@ import click
 
 from torchtitan_npu_core.environment import PROBLEM, examine
 from torchtitan_npu_core.loading import discover_and_load
-from torchtitan_npu_core.report import table, to_json
+from torchtitan_npu_core.report import counted, table, to_json
 
 
 @click.command("doctor")
@@ -30,5 +30,5 @@ def command(ctx: click.Context, as_json: bool) -> None:
             lines.append((finding.level, finding.subject, first))
             lines += [("", "", text) for text in rest]
         click.echo(table(("STATE", "SUBJECT", "FOUND"), lines))
-        click.echo(f"{len(problems)} problems." if problems else "No problems.")
+        click.echo(counted(len(problems), "problem") + "." if problems else "No problems.")
     ctx.exit(1 if problems else 0)

@@ -24,7 +24,8 @@ def _limit_text(limit: DeviceLimit) -> str:
     if limit.multiple_of is not None:
         parts.append(f"a multiple of {limit.multiple_of}")
     families = ", ".join(limit.families)
-    return f"{limit.quantity} {' and '.join(parts)} on {families} ({limit.reason})"
+    reason = f" ({limit.reason})" if limit.reason else ""
+    return f"{limit.quantity} {' and '.join(parts)} on {families}{reason}"
 
 
 def _operators(plugins: PluginSet, offer: Offer) -> list[OperatorSpec]:
@@ -66,7 +67,13 @@ def facts(name: str, plugins: PluginSet) -> dict[str, Any]:
         "aliases": list(spec.aliases),
         "needs": _needs(offer),
         "options": [
-            {"name": o.name, "default": o.default, "summary": o.summary} for o in spec.options
+            {
+                "name": o.name,
+                "default": o.default,
+                "choices": list(o.choices),
+                "summary": o.summary,
+            }
+            for o in spec.options
         ],
         "operators": [
             {
@@ -105,6 +112,7 @@ def command(name: str, as_json: bool) -> None:
         "options",
         [
             f"[{SECTION}.{data['name']}] {o['name']} = {o['default']!r}: {o['summary']}"
+            + (f" (one of {', '.join(map(repr, o['choices']))})" if o["choices"] else "")
             for o in data["options"]
         ],
     )

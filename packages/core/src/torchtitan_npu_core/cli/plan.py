@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from torchtitan_npu_core.configs import find_config
+from torchtitan_npu_core.compat import require_torch
+from torchtitan_npu_core.configs import check_config, find_config
 from torchtitan_npu_core.errors import ConverterError
 from torchtitan_npu_core.report import plan_rows, short_class, summary_lines, table, to_json
 from torchtitan_npu_core.specs import DEVICE_FAMILIES
@@ -43,8 +43,8 @@ def _requested(job_config: Any) -> tuple[list[str], list[str]]:
 
 def make_plan(args: list[str], target: str) -> tuple[ConversionPlan, list[str], list[str]]:
     """Plan a job: the plan, problems found, and converters that belong to others."""
-    # a plan computes nothing, so an NPU library that cannot load must not stop it
-    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    require_torch("A plan")
+    from torchtitan_npu_core.limits import target_device
     from torchtitan_npu_core.operators import declared_specs
     from torchtitan_npu_core.plan import plan_conversion
     from torchtitan_npu_core.registry import SECTION
@@ -63,7 +63,7 @@ def make_plan(args: list[str], target: str) -> tuple[ConversionPlan, list[str], 
         plan.check_matched()
     except ConverterError as error:
         problems.append(str(error))
-    family = target or settings.target
+    family = target or settings.target or target_device()
     if family:
         specs = declared_specs(registry.plugins)
         problems += plan.limit_problems(family, job_sizes(job_config), specs)
@@ -95,6 +95,7 @@ def command(
     Further OPTIONS are torchtitan's, e.g. --model.flavor 671B.
     """
     path = find_config(config)
+    check_config(path, options)
     args = ["--job.config_file", str(path), *options]
     plan, problems, foreign = make_plan(args, target or "")
     rows = plan_rows(plan)
@@ -122,7 +123,7 @@ def command(
         click.echo(f"{name}: {number} calls per forward")
     for name in foreign:
         click.echo(f"{name}: not a converter of ours, left to its owner")
-    click.echo("\n".join(summary_lines(plan)[-1:]).replace("applied", "would apply"))
+    click.echo(summary_lines(plan)[-1].replace("applied", "would apply"))
     for problem in problems:
         click.echo(f"problem: {problem}", err=True)
     ctx.exit(1 if problems else 0)

@@ -10,24 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-import tomlkit
-import tomlkit.exceptions
 
 from torchtitan_npu_core import assets
-from torchtitan_npu_core.configs import find_config
-from torchtitan_npu_core.errors import CommandError
-
-
-def read_toml(path: Path) -> dict[str, Any]:
-    """Contents of a TOML file.
-
-    Raises:
-        CommandError: If it cannot be read.
-    """
-    try:
-        return tomlkit.parse(path.read_text(encoding="utf-8")).unwrap()
-    except (OSError, UnicodeDecodeError, tomlkit.exceptions.ParseError) as error:
-        raise CommandError(f"Config {path} cannot be read: {error}") from error
+from torchtitan_npu_core.configs import check_config, find_config, read_toml, setting
 
 
 def asset_options(config: dict[str, Any], options: tuple[str, ...]) -> list[str]:
@@ -76,18 +61,6 @@ def closing_lines(folder: Path, started: float, config: str) -> list[str]:
     return lines
 
 
-def setting(config: dict[str, Any], options: tuple[str, ...], name: str, default: Any) -> Any:
-    """Value of ``section.key`` as the trainer sees it: command line, then TOML, then default."""
-    section, key = name.split(".")
-    value = config.get(section, {}).get(key, default)
-    names = (f"--{name}", f"--{name.replace('_', '-')}")
-    for i, option in enumerate(options):
-        given, equals, text = option.partition("=")
-        if given in names:
-            value = text if equals else (options[i + 1] if i + 1 < len(options) else value)
-    return value
-
-
 def _shown_rank(config: dict[str, Any], options: tuple[str, ...], nproc: int) -> int:
     """Rank that prints the loss: the first one of the last pipeline stage."""
     stages = int(setting(config, options, "parallelism.pipeline_parallel_degree", 1))
@@ -122,6 +95,7 @@ def command(
     Further OPTIONS are torchtitan's, e.g. --training.steps 5.
     """
     path = find_config(config)
+    check_config(path, options)
     values = read_toml(path)
     args = ["--job.config_file", str(path), *asset_options(values, options), *options]
     started = time.time()
@@ -136,11 +110,15 @@ def command(
         from torchtitan_npu_core.launch import launch
 
         code = launch(args, nproc, _shown_rank(values, options, nproc))
-    if code == 0:
+    if code != 0:
+        if as_json:
+            report.write(json.dumps({"schema": 1, "kind": "train", "exit_code": code}) + "\n")
+            report.close()
+    else:
         folder = Path(setting(values, options, "job.dump_folder", "./outputs"))
         lines = closing_lines(folder, started, config)
         if as_json:
-            data = dict(line.split(": ", 1) for line in lines)
+            data = {"exit_code": 0, **dict(line.split(": ", 1) for line in lines)}
             report.write(json.dumps({"schema": 1, "kind": "train", **data}) + "\n")
             report.close()
         else:

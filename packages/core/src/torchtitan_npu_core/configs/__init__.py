@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from torchtitan_npu_core.errors import CommandError, did_you_mean
 
@@ -35,3 +36,45 @@ def summary(name: str) -> str:
     """First comment line of a shipped config."""
     first = find_config(name).read_text().splitlines()[0]
     return first.removeprefix("#").strip()
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Contents of a TOML file.
+
+    Raises:
+        CommandError: If it cannot be read.
+    """
+    # not at the top: listing configs needs no parser
+    import tomlkit
+    import tomlkit.exceptions
+
+    try:
+        return tomlkit.parse(path.read_text(encoding="utf-8")).unwrap()
+    except (OSError, UnicodeDecodeError, tomlkit.exceptions.ParseError) as error:
+        raise CommandError(f"Config {path} cannot be read: {error}") from error
+
+
+def setting(config: dict[str, Any], options: tuple[str, ...], name: str, default: Any) -> Any:
+    """Value of ``section.key`` as the trainer sees it: command line, then TOML, then default."""
+    section, key = name.split(".")
+    value = config.get(section, {}).get(key, default)
+    names = (f"--{name}", f"--{name.replace('_', '-')}")
+    for i, option in enumerate(options):
+        given, equals, text = option.partition("=")
+        if given in names:
+            value = text if equals else (options[i + 1] if i + 1 < len(options) else value)
+    return value
+
+
+def check_config(path: Path, options: tuple[str, ...]) -> None:
+    """Refuse what the host would refuse without saying how to mend it.
+
+    Raises:
+        CommandError: If the file cannot be read, or has an ``[npu]`` section that nothing reads.
+    """
+    config = read_toml(path)
+    if "npu" in config and not setting(config, options, "job.custom_config_module", ""):
+        raise CommandError(
+            f"Config {path} has an [npu] section, which torchtitan knows only with\n"
+            f'  [job]\n  custom_config_module = "torchtitan_npu_core.titan_config"'
+        )

@@ -19,11 +19,11 @@ from torchtitan_npu_core.plan import JobSizes
 
 
 @contextmanager
-def _only_warnings() -> Iterator[None]:
-    """Keep the host's progress messages out of a command's output."""
+def _only_errors() -> Iterator[None]:
+    """Keep what the host logs while it only looks out of a command's output."""
     root = logging.getLogger()
     level = root.level
-    root.setLevel(logging.WARNING)
+    root.setLevel(logging.ERROR)
     try:
         yield
     finally:
@@ -32,8 +32,30 @@ def _only_warnings() -> Iterator[None]:
 
 def read_job(args: Sequence[str]) -> Any:
     """Parse torchtitan's options as the trainer does."""
-    with _only_warnings():
-        return ConfigManager().parse_args(list(args))
+    with _only_errors():
+        job_config = ConfigManager().parse_args(list(args))
+    return normalised(job_config)
+
+
+def normalised(job_config: Any) -> Any:
+    """Let ``--model.converters=`` mean none: the host reads it as one converter without a name."""
+    if job_config.model.converters == [""]:
+        job_config.model.converters = []
+    return job_config
+
+
+def metrics_rank(job_config: Any, world_size: int) -> int:
+    """Rank that sees the loss: the first one of the last pipeline stage.
+
+    Args:
+        job_config: torchtitan's config.
+        world_size: Number of ranks.
+    """
+    parallelism = job_config.parallelism
+    stages = parallelism.pipeline_parallel_degree
+    if stages <= 1 or parallelism.pipeline_parallel_schedule == "ZBVZeroBubble":
+        return 0
+    return (world_size // stages) * (stages - 1)
 
 
 def build_meta_model(job_config: Any) -> nn.Module:
@@ -55,7 +77,7 @@ def build_meta_model(job_config: Any) -> nn.Module:
             f"Flavors: {', '.join(sorted(spec.model_args))}."
         )
     model_args = spec.model_args[flavor]
-    with _only_warnings():
+    with _only_errors():
         model_args.update_from_config(job_config)
         with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
             return spec.model_cls(model_args)

@@ -18,10 +18,10 @@ from torchtitan_npu_core.errors import DeviceLimitError, PluginSetMismatchError
 from torchtitan_npu_core.fsdp import use_sum_reduction
 from torchtitan_npu_core.limits import set_target, target_device
 from torchtitan_npu_core.loading import PluginSet, discover_and_load, report_problems
-from torchtitan_npu_core.operators import declared_specs
+from torchtitan_npu_core.operators import declared_specs, device_family
 from torchtitan_npu_core.plan import ConversionPlan, plan_conversion
 from torchtitan_npu_core.registry import SECTION, ConverterRegistry, check_is_list
-from torchtitan_npu_core.titan.job import job_sizes
+from torchtitan_npu_core.titan.job import job_sizes, metrics_rank
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,8 @@ class ConversionSession:
         self.names = [offer.spec.name for offer in self.offers]
         self.dump_folder = job_config.job.dump_folder
         self.sizes = job_sizes(job_config)
-        set_target(self.settings.target)
+        self.reporting_rank = metrics_rank(job_config, _world_size())
+        set_target(self.settings.target or target_device() or device_family())
         check_same_plugins(self.plugins)
         self._plans: weakref.WeakKeyDictionary[nn.Module, tuple[ConversionPlan, set[str]]] = (
             weakref.WeakKeyDictionary()
@@ -100,7 +101,7 @@ class ConversionSession:
             del self._plans[model]
             apply.add_root_hook(model, use_sum_reduction)
             result = apply.finish(plan, self.plugins)
-            if _rank() == 0:
+            if _rank() == self.reporting_rank:
                 report.log_result(plan, result, self.plugins, logger)
                 self._write(report.result_data(plan, result, self.plugins))
 
@@ -131,6 +132,10 @@ def session_for(job_config: Any) -> ConversionSession:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def check_same_plugins(plugins: PluginSet) -> None:
