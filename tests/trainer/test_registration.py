@@ -106,6 +106,7 @@ def test_device_library_that_cannot_load_does_not_stop_a_run(write, tmp_path):
     write_distribution(
         tmp_path / "site",
         "torch-npu",
+        version="2.13.0",
         entry_points="[torch.backends]\ntorch_npu = torch_npu:_autoload\n",
         modules={"torch_npu": "raise ImportError('libhccl.so: cannot open shared object file')"},
     )
