@@ -115,7 +115,7 @@ def test_device_library_that_cannot_load_does_not_stop_a_run(write, tmp_path):
     done = train(write('["npu_rope"]'), env=env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("libhccl.so") + done.stderr.count("libhccl.so") == 1
-    command = [sys.executable, "-m", "torchtitan_npu_core.cli"]
+    command = [sys.executable, "-m", "torchtitan_npu_core"]
     assert run(*command, "plan", "llama3_debug", env=env).returncode == 0
     doctor = run(*command, "doctor", env=env)
     assert doctor.returncode == 1
