@@ -8,6 +8,7 @@ from tests.tiny import FLAVORS, SMALL, host_name, shrink
 from torchtitan_npu_core.cpu_model import prepare_for_cpu
 
 SEQ_LEN = 16
+FAMILIES = tuple(SMALL)
 VOCAB = 96
 
 NORMS = {

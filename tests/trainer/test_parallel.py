@@ -49,6 +49,13 @@ LAYOUTS = {
     "llama3-cp2-unbalanced": ("llama3", FLEX + CP + NO_BALANCER),
 }
 BF16 = ["--training.mixed_precision_param", "bfloat16"]
+# bfloat16 computation on float32 weights, and bfloat16 weights
+LOW_PRECISION = {
+    "llama3-fsdp2": [],
+    "qwen3-fsdp2": [],
+    "deepseek_v3-fsdp2": [],
+    "llama3-fsdp2-dtype": ["--training.dtype", "bfloat16"],
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +66,11 @@ def results(shared_options):
         cases[name] = {"args": args}
         # the host compiles the masks of context parallelism, which no dispatch mode survives
         cases[f"{name}+converted"] = {"args": args + BOTH, "inspect": "-cp2" not in name}
-    for name in ("llama3-fsdp2", "qwen3-fsdp2", "deepseek_v3-fsdp2"):
+    for name, options in LOW_PRECISION.items():
         for suffix in ("", "+converted"):
-            cases[f"{name}-bf16{suffix}"] = {"args": cases[f"{name}{suffix}"]["args"] + BF16}
+            layout = name.removesuffix("-dtype")
+            args = cases[f"{layout}{suffix}"]["args"]
+            cases[f"{name}-bf16{suffix}"] = {"args": args + BF16 + options}
     return run_cases(2, cases, shared_options)
 
 
@@ -108,10 +117,10 @@ def test_tables_are_derived_once_per_model_part(name, results):
         assert seen[f"{name}+converted"]["derivations"] == [1]
 
 
-@pytest.mark.parametrize("name", ["llama3-fsdp2", "qwen3-fsdp2", "deepseek_v3-fsdp2"])
+@pytest.mark.parametrize("name", LOW_PRECISION)
 def test_bfloat16_is_as_near_to_float32_as_the_unconverted_run(name, results):
     seen = results[0]
-    truth = seen[name]
+    truth = seen[name.removesuffix("-dtype")]
 
     def distance(run):
         parts = [
