@@ -9,6 +9,7 @@ step, operator calls and table derivations, to ``OUT_PREFIX.<rank>.json``.
 import copy
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -102,8 +103,13 @@ def main(cases_file, prefix):
 
 
 def free_ports(count):
-    """First of ``count`` neighbouring ports that are free now."""
-    for start in range(29600, 60000, count + 7):
+    """First of ``count`` neighbouring ports that are free now, at a random place.
+
+    Below the range that the system hands out by itself, and random, because other tests of this
+    run look for ports at the same time.
+    """
+    for _ in range(1000):
+        start = random.SystemRandom().randrange(10000, 32000 - count)
         try:
             for port in range(start, start + count):
                 with socket.socket() as probe:

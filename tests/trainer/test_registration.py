@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.trainer.harness import free_ports
 from torchtitan_npu_core import assets
 
 TOML = """
@@ -53,7 +54,7 @@ def run(*command, env=None):
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29511",
+        "MASTER_PORT": str(free_ports(1)),
         **(env or {}),
     }
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
@@ -276,6 +277,7 @@ def test_ranks_with_different_plugins_are_told_what_differs(write, tmp_path):
         str(tmp_path / "dump"),
     ]
     processes = []
+    port = str(free_ports(1))
     for rank in range(2):
         env = {
             **os.environ,
@@ -283,7 +285,7 @@ def test_ranks_with_different_plugins_are_told_what_differs(write, tmp_path):
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": "2",
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "29517",
+            "MASTER_PORT": port,
         }
         if rank == 1:
             env["PYTHONPATH"] = str(tmp_path / "site")
