@@ -23,8 +23,8 @@ class OtherMathematics(nn.GELU):
         return super().forward(input) + 1
 
 
-def claim(module, **options):
-    return ScaledGELUConverter(options).claim("act", module, module)
+def claim(module, scale=1.0):
+    return ScaledGELUConverter({"scale": scale}).claim("act", module, module)
 
 
 @pytest.mark.parametrize("cls", [nn.GELU, PlainSubclass])
