@@ -149,6 +149,15 @@ def test_npu_section_that_nothing_reads_names_the_missing_key(tmp_path):
     assert 'custom_config_module = "torchtitan_npu_core.titan_config"' in result.output
 
 
+def test_name_of_a_shipped_config_wins_over_a_file_of_that_name(tmp_path, monkeypatch):
+    from torchtitan_npu_core.configs import find_config
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").write_text("#!/bin/sh\n")
+    assert find_config("quickstart").suffix == ".toml"
+    assert find_config("./quickstart").suffix == ""
+
+
 def test_missing_config_names_the_shipped_ones():
     result = run("train", "quickstrat")
     assert result.exit_code == 1

@@ -14,17 +14,18 @@ def config_names() -> list[str]:
 
 
 def find_config(name_or_path: str) -> Path:
-    """Return the file for a path or for the name of a shipped config.
+    """Return the file for the name of a shipped config, or for a path.
 
     Raises:
         CommandError: If there is no such file or name.
     """
+    # the name first: a folder may hold a file of that name, as this project's own root does
+    shipped = Path(__file__).parent / f"{name_or_path}.toml"
+    if Path(name_or_path).name == name_or_path and shipped.is_file():
+        return shipped
     path = Path(name_or_path)
     if path.is_file():
         return path
-    shipped = Path(__file__).parent / f"{name_or_path}.toml"
-    if "/" not in name_or_path and shipped.is_file():
-        return shipped
     names = config_names()
     raise CommandError(
         f"There is no config file {name_or_path!r}.{did_you_mean(name_or_path, names)} "
