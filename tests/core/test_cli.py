@@ -158,6 +158,17 @@ def test_name_of_a_shipped_config_wins_over_a_file_of_that_name(tmp_path, monkey
     assert find_config("./quickstart").suffix == ""
 
 
+def test_closing_lines_read_training_rows_among_validation_rows(tmp_path):
+    from torchtitan_npu_core.cli.train import closing_lines
+
+    key = "loss_metrics/global_avg_loss"
+    rows = [{"step": 1, key: 8.0}, {"step": 2, key: 7.0}, {"step": 2, "validation_metrics/loss": 9}]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    lines = closing_lines(tmp_path, 0.0, "quickstart")
+    assert "loss: 8.0000 -> 7.0000 from step 1 to step 2" in lines[1]
+    assert lines[0] == "converted: nothing, the config names no converter of ours"
+
+
 def test_missing_config_names_the_shipped_ones():
     result = run("train", "quickstrat")
     assert result.exit_code == 1

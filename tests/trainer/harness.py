@@ -65,8 +65,8 @@ def one(args, shared, inspect):
     with mock.patch("time.sleep", lambda seconds: pause(min(seconds, 0.2))):
         rows = worker.run([*shared, *args], before_train)
     result = {
-        "loss": [row[LOSS] for row in rows],
-        "grad_norm": [row[NORM] for row in rows],
+        "loss": [row[LOSS] for row in rows if LOSS in row],
+        "grad_norm": [row[NORM] for row in rows if NORM in row],
         "row": rows[-1] if rows else {},
         "calls": seen.get("calls"),
         "derivations": [

@@ -7,6 +7,7 @@ class for the same object, so that parameters, buffers, hooks, names and flags s
 
 from __future__ import annotations
 
+import abc
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -100,7 +101,7 @@ class RootSetup:
     post_hooks: tuple[RootHook, ...] = ()
 
 
-class Converter:
+class Converter(abc.ABC):
     """Base class of converters. One instance plans and converts one model.
 
     Args:
@@ -110,6 +111,7 @@ class Converter:
     def __init__(self, options: Mapping[str, Any]) -> None:
         self.options = dict(options)
 
+    @abc.abstractmethod
     def claim(self, fqn: str, module: nn.Module, model: nn.Module) -> Replacement | Skip | None:
         """Decide what to do with one module. Must not change anything.
 
@@ -121,7 +123,6 @@ class Converter:
         Returns:
             A replacement, a refusal with its reason, or None if this module is no target.
         """
-        raise NotImplementedError  # pragma: no cover
 
     def setup(self, model: nn.Module, replaced: Sequence[str]) -> RootSetup | None:
         """Return what is needed on the root module, if anything was replaced.

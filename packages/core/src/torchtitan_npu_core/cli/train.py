@@ -48,9 +48,11 @@ def closing_lines(folder: Path, started: float, config: str) -> list[str]:
     else:
         lines.append("converted: nothing, the config names no converter of ours")
     metrics = fresh("metrics.jsonl")
-    rows = [json.loads(x) for x in metrics.read_text().splitlines()] if metrics else []
+    key = "loss_metrics/global_avg_loss"
+    # validation logs rows of its own
+    logged = [json.loads(x) for x in metrics.read_text().splitlines()] if metrics else []
+    rows = [row for row in logged if key in row]
     if rows:
-        key = "loss_metrics/global_avg_loss"
         first, last = rows[0], rows[-1]
         steps = f"from step {first['step']} to step {last['step']}"
         lines.append(f"loss: {first[key]:.4f} -> {last[key]:.4f} {steps} ({metrics})")
