@@ -298,3 +298,39 @@ def test_ranks_with_different_plugins_are_told_what_differs(write, tmp_path):
     assert [p.returncode for p in processes] == [1, 1]
     for _, stderr in outputs:
         assert "extra (acme-extra 3.1) loaded: on ranks [1], not on ranks [0]" in stderr
+
+
+def test_target_of_one_job_does_not_reach_the_next():
+    python(
+        "from types import SimpleNamespace as N\n"
+        "from torchtitan.config import JobConfig\n"
+        "from torchtitan_npu_core.limits import target_device\n"
+        "from torchtitan_npu_core.titan.session import session_for\n"
+        "first, second = JobConfig(), JobConfig()\n"
+        "first.npu = {'target': 'a3'}\n"
+        "session_for(first)\n"
+        "assert target_device() == 'a3'\n"
+        "session_for(second)\n"
+        "assert target_device() == ''\n"
+    )
+
+
+def test_model_beyond_the_limits_of_the_target_is_refused_before_conversion():
+    python(
+        "from torchtitan.config import JobConfig\n"
+        "from torchtitan_npu_core.errors import DeviceLimitError\n"
+        "from torchtitan_npu_core.titan.job import build_meta_model, read_job\n"
+        "from torchtitan_npu_core.titan.session import session_for\n"
+        "job = read_job(['--model.name', 'llama3', '--model.flavor', 'debugmodel',\n"
+        "    '--training.local_batch_size', '64', '--model.converters', 'npu_rope'])\n"
+        "job.npu = {'target': 'a2'}\n"
+        "model = build_meta_model(job)\n"
+        "before = [type(m) for m in model.modules()]\n"
+        "try:\n"
+        "    session_for(job).convert('npu_rope', model)\n"
+        "except DeviceLimitError as error:\n"
+        "    assert 'interleave_rows is 1024' in str(error), error\n"
+        "else:\n"
+        "    raise SystemExit('no error')\n"
+        "assert [type(m) for m in model.modules()] == before\n"
+    )

@@ -27,9 +27,15 @@ def target_device() -> str:
     Raises:
         OptionValueError: If the variable names no known family.
     """
-    chosen = _target.get()
-    if chosen:
-        return chosen
+    return _target.get() or environment_target()
+
+
+def environment_target() -> str:
+    """Device family named by ``TORCHTITAN_NPU_TARGET_DEVICE``, or an empty string.
+
+    Raises:
+        OptionValueError: If the variable names no known family.
+    """
     family = os.environ.get(TARGET_VARIABLE, "")
     if family and family not in DEVICE_FAMILIES:
         known = ", ".join(repr(name) for name in DEVICE_FAMILIES)

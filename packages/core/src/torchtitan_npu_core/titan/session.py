@@ -16,7 +16,7 @@ from torch import nn
 from torchtitan_npu_core import apply, report
 from torchtitan_npu_core.errors import DeviceLimitError, PluginSetMismatchError
 from torchtitan_npu_core.fsdp import use_sum_reduction
-from torchtitan_npu_core.limits import set_target, target_device
+from torchtitan_npu_core.limits import environment_target, set_target, target_device
 from torchtitan_npu_core.loading import PluginSet, discover_and_load, report_problems
 from torchtitan_npu_core.operators import declared_specs, device_family
 from torchtitan_npu_core.plan import ConversionPlan, plan_conversion
@@ -55,7 +55,8 @@ class ConversionSession:
         self.dump_folder = job_config.job.dump_folder
         self.sizes = job_sizes(job_config)
         self.reporting_rank = metrics_rank(job_config, _world_size())
-        set_target(self.settings.target or target_device() or device_family())
+        # always set: a job that targets nothing must not inherit what an earlier one targeted
+        set_target(self.settings.target or environment_target() or device_family())
         check_same_plugins(self.plugins)
         self._plans: weakref.WeakKeyDictionary[nn.Module, tuple[ConversionPlan, set[str]]] = (
             weakref.WeakKeyDictionary()
