@@ -1,6 +1,8 @@
 import os
 import sys
 
+import pytest
+
 from torchtitan_npu_core.discovery import discover
 
 ENTRY = "[torchtitan_npu.converters]\n{} = {}\n"
@@ -80,3 +82,20 @@ def test_order_does_not_depend_on_the_path(fake_distribution):
     fake_distribution("acme-a", site="second", entry_points=ENTRY.format("aaa", "acme_a"))
     names = [r.name for r in records_of("acme-a", "acme-b")]
     assert names == ["aaa", "bbb"]
+
+
+@pytest.mark.parametrize("content", [b"[console_scripts]\nfoo", b"\xff\xfe[x]\ny = z", b"\x00"])
+def test_unreadable_metadata_of_others_is_passed_over(fake_distribution, content):
+    metadata = fake_distribution("foo")
+    (metadata / "entry_points.txt").write_bytes(content)
+    fake_distribution("acme-one", entry_points=ENTRY.format("one", "acme_one"))
+    assert [r.state for r in records_of("acme-one")] == ["available"]
+    assert records_of("foo") == []
+
+
+def test_unreadable_metadata_of_a_plugin_is_a_broken_record(fake_distribution):
+    metadata = fake_distribution("acme-one", entry_points=ENTRY.format("one", "acme_one"))
+    (metadata / "entry_points.txt").write_text("[torchtitan_npu.converters]\nnonsense")
+    broken = [r for r in discover() if r.state == "broken" and "acme_one" in r.name]
+    assert len(broken) == 1
+    assert "cannot be read" in broken[0].message

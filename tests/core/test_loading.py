@@ -86,6 +86,11 @@ def test_unknown_name_lists_the_broken_plugin_and_why(good, broken):
 @pytest.mark.parametrize(
     ("source", "says"),
     [
+        (GOOD.format(name="n").replace('name="n"', "name=3"), "name must be a string"),
+        (GOOD.format(name="n").replace('"m:C"', '"m:C", options=({"a": 1},)'), "OptionSpec"),
+        (GOOD.format(name="n").replace('"m:C"', '"m:C", aliases="abc"'), "aliases must be"),
+        (GOOD.format(name="target"), "[npu] section"),
+        (GOOD.format(name="n").replace('"m:C"', "None"), "module:Class"),
         ("raise SystemExit(3)", "SystemExit"),
         ("x = 1", "no hook"),
         ("def torchtitan_npu_converters():\n    return []", "no @hookimpl"),
@@ -99,6 +104,11 @@ def test_unknown_name_lists_the_broken_plugin_and_why(good, broken):
         ),
     ],
     ids=[
+        "name-3",
+        "option-dict",
+        "alias-text",
+        "reserved",
+        "no-factory",
         "exits",
         "no-hooks",
         "unmarked",

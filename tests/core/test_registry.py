@@ -95,6 +95,12 @@ def test_lists_that_cannot_work_are_refused_with_the_corrected_list(specs, given
     made.resolve(corrected)
 
 
+@pytest.mark.parametrize("given", [3, True, [1], [["a"]], [{"a": 1}], None])
+def test_anything_but_a_list_of_names_is_refused(given):
+    with pytest.raises(ConverterListError, match="list of names"):
+        registry(spec("a")).resolve(given)
+
+
 def test_after_does_not_require_the_other():
     assert names(registry(spec("a"), spec("b", after=("a",))).resolve(["b"])) == ["b"]
 

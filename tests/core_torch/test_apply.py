@@ -33,6 +33,7 @@ def torchtitan_npu_converters():
     return [spec("twice", "acme_impl:Twice"), spec("also", "acme_impl:Also"),
             spec("stub", "acme_impl:Stub"), spec("gone", "acme_impl:Missing"),
             spec("wrong", "acme_impl:NotAConverter"), spec("block", "acme_impl:Block"),
+            spec("late", "acme_impl:FailsInSetup"),
             spec("half", "acme_impl:FailsInTheMiddle"), spec("looks", "acme_impl:FailsLooking")]
 
 @hookimpl
@@ -95,6 +96,16 @@ class FailsInTheMiddle(Twice):
         if fqn == "last":
             return Replacement(cls=Unrelated, attributes={"half": 1})
         return claim
+
+class Kept(ReplacementMixin):
+    torchtitan_npu_converter = "late"
+
+class FailsInSetup(Converter):
+    def claim(self, fqn, module, model):
+        if isinstance(module, nn.ReLU):
+            return Replacement(cls=replacement_class(Kept, type(module)))
+    def setup(self, model, replaced):
+        raise RuntimeError("too late")
 
 class FailsLooking(Converter):
     def claim(self, fqn, module, model):
@@ -213,6 +224,17 @@ def test_failure_in_the_middle_leaves_the_model_as_it_was(plugins):
     assert "does not derive" in caught.value.reason
     assert state(model) == before
     assert "half" not in vars(model.last)
+
+
+def test_failure_of_a_later_converter_takes_back_the_earlier_ones(plugins):
+    class Later(nn.ReLU):
+        pass
+
+    model = nn.Sequential(nn.Linear(2, 2), Later())
+    before = state(model)
+    with pytest.raises(ConversionError, match="left unchanged"):
+        convert_model(model, ["twice", "late"], plugins=plugins)
+    assert state(model) == before
 
 
 def test_failure_while_looking_names_the_module(plugins):

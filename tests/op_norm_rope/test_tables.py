@@ -189,6 +189,68 @@ def test_gathered_tables_die_with_their_positions(plugins):
     assert len(derived.gathered) == 0
 
 
+def test_table_computed_from_the_models_own_is_not_taken_for_a_copy(plugins):
+    class Root(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Mine()
+            angle = torch.outer(torch.arange(9.0), torch.tensor([1.0, 0.1, 0.01, 0.001]))
+            wide = torch.cat((angle, angle), -1)
+            self.register_buffer("rope_cache", torch.cat((wide.cos(), wide.sin()), -1))
+
+        def forward(self, x):
+            return self.layer(x, (self.rope_cache * 0.5).to(x.dtype))
+
+    stock, model = Root(), Root()
+    convert_model(model, ["npu_rope"], plugins=plugins)
+    x = torch.randn(2, 5, 3, 8).bfloat16()
+    torch.testing.assert_close(model(x), stock(x), rtol=2e-2, atol=2e-2)
+
+
+# torch says so when autocast gives its norm a half input and a float32 weight
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("with_positions", [False, True])
+def test_forward_in_inference_mode_does_not_spoil_training(family, with_positions, plugins):
+    (model, _), stock = converted(family, plugins), models.build(family)
+    positions = torch.stack((torch.arange(16) % 5, torch.arange(16) % 11))
+    kwargs = {"positions": positions} if with_positions else {}
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.inference_mode(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            model(models.tokens_for(), **kwargs)
+    models.assert_alike(
+        models.run(model, family, **kwargs), models.run(stock, family, **kwargs), 1e-5
+    )
+
+
+@pytest.mark.parametrize("write", ["inference", "data", "numpy", "in place"])
+def test_positions_written_between_forwards_are_read_again(write, plugins):
+    (model, _), stock = converted("qwen3", plugins), models.build("qwen3")
+    tokens = models.tokens_for()
+    outs = []
+    for m in (model, stock):
+        with torch.inference_mode(write == "inference"):
+            array = torch.zeros(2, 16, dtype=torch.int64).numpy().copy()
+            positions = torch.from_numpy(array) if write == "numpy" else torch.tensor(array)
+            m(tokens, positions=positions)
+            new = torch.arange(16).expand(2, -1)
+            if write == "numpy":
+                array[:] = new.numpy()
+            else:
+                (positions.data if write == "data" else positions).copy_(new)
+            outs.append(m(tokens, positions=positions))
+    torch.testing.assert_close(outs[0], outs[1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_negative_positions_are_refused_as_by_stock(family, plugins):
+    model, _ = converted(family, plugins)
+    positions = torch.arange(16).expand(2, -1).clone()
+    positions[0, 3] = -1
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        models.run(model, family, positions=positions)
+
+
 def test_option_rotates_half_split_models_in_float32(plugins):
     model, _ = converted("qwen3", plugins, fp32=True)
     seen = []
@@ -215,7 +277,7 @@ def test_no_complex_tensor_is_indexed():
     cache = torch.polar(torch.ones(8, 4), torch.randn(8, 4))
     with NoComplexIndex():
         for positions in (None, torch.arange(6)[None], torch.arange(12).view(2, 6) % 8):
-            cos, sin = tables.lookup(cache, positions, 6, torch.float32)
+            cos, sin = tables.lookup(cache, positions, 6, torch.float32, Mine())
             assert cos.shape[1:] == (6, 1, 8)
     torch.testing.assert_close(cos**2 + sin**2, torch.ones_like(cos))
 

@@ -161,8 +161,9 @@ def test_name_taken_by_another_package_is_a_clear_error():
     python(
         "class Theirs(host.ModelConverter): pass\n"
         "host.register_model_converter(Theirs, 'npu_rope')\n"
+        "import torchtitan_npu_core.titan as titan\n"
         "try:\n"
-        "    import torchtitan_npu_core.titan\n"
+        "    titan.register(['npu_rope'])\n"
         "except Exception as error:\n"
         "    assert type(error).__name__ == 'NameTakenError', error\n"
         "    assert 'npu_rope' in str(error) and 'Theirs' in str(error)\n"

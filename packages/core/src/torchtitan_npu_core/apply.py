@@ -52,7 +52,11 @@ class ConversionResult:
 
 
 def apply_converter(
-    model: nn.Module, plan: ConversionPlan, name: str, save: Sequence[str] = ()
+    model: nn.Module,
+    plan: ConversionPlan,
+    name: str,
+    save: Sequence[str] = (),
+    undo: list[Callable[[], None]] | None = None,
 ) -> None:
     """Carry out the part of a plan that belongs to one converter.
 
@@ -61,11 +65,12 @@ def apply_converter(
         plan: The plan.
         name: Name of the converter.
         save: Operators whose outputs selective activation checkpointing should keep.
+        undo: Steps that take back earlier converters of the same list; this one's are added.
 
     Raises:
-        ConversionError: Naming the module; the model is as it was before the call.
+        ConversionError: Naming the module; the model is as it was before the whole list.
     """
-    undo: list[Callable[[], None]] = []
+    undo = [] if undo is None else undo
     row: PlanRow | None = None
     try:
         rows = plan.rows_of(name, "replaced")
@@ -89,8 +94,8 @@ def apply_converter(
                 _set_attribute(model, SAVE_ATTRIBUTE, tuple(sorted({*known, *save})), undo)
                 _add_hook(model, extend_selective_checkpointing, undo, before=True)
     except BaseException as error:
-        for step in reversed(undo):
-            step()
+        while undo:
+            undo.pop()()
         if isinstance(error, Exception) and not isinstance(error, ConversionError):
             where = row.fqn if row is not None else ""
             raise ConversionError(name, where, f"{type(error).__name__}: {error}") from error
@@ -155,17 +160,20 @@ def apply_plan(model: nn.Module, plan: ConversionPlan, plugins: PluginSet) -> Co
 
     Raises:
         UnmatchedConverterError: If a converter would replace nothing; nothing is changed.
-        ConversionError: If a module cannot be converted; that converter has changed nothing.
+        ConversionError: If a module cannot be converted; nothing is changed.
     """
     plan.check_matched()
     prepare(plan, plugins)
+    undo: list[Callable[[], None]] = []
     for offer in plan.offers:
-        apply_converter(model, plan, offer.spec.name, save_operators(plugins, offer.plugin))
+        save = save_operators(plugins, offer.plugin)
+        apply_converter(model, plan, offer.spec.name, save, undo)
     return finish(plan, plugins)
 
 
 def prepare(plan: ConversionPlan, plugins: PluginSet) -> None:
     """Do what precedes the first replacement: register operators, tell observers."""
+    plan.operator_calls()  # a plugin's counts that do not add up are an error now, not afterwards
     for record in {offer.plugin.name: offer.plugin for offer in plan.offers}.values():
         register_plugin_operators(plugins, record)
     notify(plugins, "torchtitan_npu_before_conversion", plan=plan)

@@ -14,6 +14,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from torchtitan_npu_core.errors import CommandError
+
 NAME = "pydoc_data.topics"
 """Value of ``hf_assets_path`` and ``dataset_path`` in a TOML that stands for these assets."""
 
@@ -39,20 +41,36 @@ def _topics() -> list[str]:
 
 def _make(folder: Path, write: Callable[[Path], None]) -> Path:
     """Fill a folder in one step: it exists complete or not at all, whoever else tries."""
-    if folder.is_dir():
+    if _complete(folder):
         return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
+    temporary: Path | None = None
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}-"))
         write(temporary)
+        if folder.is_dir() and not _complete(folder):
+            shutil.rmtree(folder)
         try:
             os.replace(temporary, folder)
         except OSError:
-            if not folder.is_dir():
+            # another process was faster
+            if not _complete(folder):
                 raise
+    except OSError as error:
+        raise CommandError(
+            f"Text and tokenizer could not be made in {folder.parent}: {error}. Set "
+            f"{CACHE_VARIABLE} to a folder that can be written to."
+        ) from error
     finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
     return folder
+
+
+def _complete(folder: Path) -> bool:
+    """Whether a made folder is there with something in every file."""
+    files = list(folder.iterdir()) if folder.is_dir() else []
+    return bool(files) and all(file.stat().st_size for file in files)
 
 
 def _digest(texts: list[str]) -> str:

@@ -97,7 +97,7 @@ def incompatibility(distribution_name: str) -> str | None:
     """Say why a distribution cannot be used with what is installed, or ``None``."""
     try:
         problems = mismatches(read_requirements(distribution_name))
-    except InvalidRequirement as error:
+    except (InvalidRequirement, UnicodeDecodeError, OSError) as error:
         return f"its metadata has a requirement that cannot be read: {error}"
     if not problems:
         return None

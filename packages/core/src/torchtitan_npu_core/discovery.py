@@ -89,6 +89,26 @@ def _location(distribution: Any) -> str:
     return os.path.realpath(str(getattr(distribution, "_path", "?")))
 
 
+def _unreadable(location: str, error: Exception) -> PluginRecord | None:
+    """A record for metadata that cannot be read, if it mentions our entry-point group."""
+    try:
+        with open(os.path.join(location, "entry_points.txt"), "rb") as file:
+            if ENTRY_POINT_GROUP.encode() not in file.read():
+                return None
+    except OSError:
+        return None
+    folder = os.path.basename(location)
+    return PluginRecord(
+        name=folder,
+        value="",
+        distribution=folder,
+        version="?",
+        location=location,
+        state="broken",
+        message=f"its metadata cannot be read: {type(error).__name__}: {error}",
+    )
+
+
 def discover(path: Sequence[str] | None = None) -> list[PluginRecord]:
     """Return a record for every installed plugin, sorted by plugin name and distribution.
 
@@ -108,9 +128,19 @@ def discover(path: Sequence[str] | None = None) -> list[PluginRecord]:
         else importlib_metadata.distributions(path=list(path))
     )
     for distribution in distributions:
-        for ep in _entry_points(distribution):
-            name = _name(distribution)
-            location = _location(distribution)
+        location = _location(distribution)
+        try:
+            entry_points = _entry_points(distribution)
+            name = _name(distribution) if entry_points else ""
+            version = _version(distribution) if entry_points else ""
+        except Exception as error:
+            # metadata of anything installed is read here; what cannot be read must not stop us,
+            # and is worth a word only if it is a plugin
+            broken = _unreadable(location, error)
+            if broken is not None:
+                found.setdefault((location, broken.name), broken)
+            continue
+        for ep in entry_points:
             key = (str(canonicalize_name(name)), ep.name)
             known = found.get(key)
             if known is None:
@@ -118,7 +148,7 @@ def discover(path: Sequence[str] | None = None) -> list[PluginRecord]:
                     name=ep.name,
                     value=ep.value,
                     distribution=name,
-                    version=_version(distribution),
+                    version=version,
                     location=location,
                 )
             elif location != known.location and location not in known.also_at:

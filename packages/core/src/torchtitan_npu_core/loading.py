@@ -7,6 +7,7 @@ import importlib
 import inspect
 import logging
 import os
+import re
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -21,11 +22,12 @@ from torchtitan_npu_core.compat import incompatibility
 from torchtitan_npu_core.discovery import PluginRecord, discover
 from torchtitan_npu_core.errors import PluginError
 from torchtitan_npu_core.hookspecs import PROJECT
-from torchtitan_npu_core.specs import ConverterSpec
+from torchtitan_npu_core.specs import ConverterSpec, OptionSpec
 
 logger = logging.getLogger(__name__)
 
 STRICT_VARIABLE = "TORCHTITAN_NPU_STRICT_PLUGINS"
+_NAME = re.compile(r"[a-z][a-z0-9_.-]*")
 _HOOK_PREFIX = "torchtitan_npu_"
 _HOOK_NAMES = frozenset(name for name in vars(hookspecs) if name.startswith(_HOOK_PREFIX))
 
@@ -177,12 +179,41 @@ def _read_converters(module: ModuleType) -> tuple[ConverterSpec, ...]:
                     f"torchtitan_npu_converters returned a {type(spec).__name__} in its list, "
                     f"expected ConverterSpec"
                 )
+            _check_spec(spec)
             specs.append(spec)
     names = [n for spec in specs for n in (spec.name, *spec.aliases)]
     repeated = sorted({n for n in names if names.count(n) > 1})
     if repeated:
         raise ValueError(f"it offers the name {repeated[0]!r} more than once")
     return tuple(specs)
+
+
+_RESERVED = frozenset({"allow_unmatched", "strict", "target"})
+
+
+def _check_spec(spec: ConverterSpec) -> None:
+    """Refuse a declaration whose fields are not what they are declared to be."""
+
+    def require(holds: bool, what: str) -> None:
+        if not holds:
+            raise TypeError(f"converter {spec.name!r}: {what}")
+
+    names = ("replaces", "operators", "requires", "after", "conflicts", "aliases")
+    require(isinstance(spec.name, str), "name must be a string")
+    for field_name in names:
+        value = getattr(spec, field_name)
+        strings = isinstance(value, tuple | list) and all(isinstance(v, str) for v in value)
+        require(strings, f"{field_name} must be a tuple of strings")
+    for name in (spec.name, *spec.aliases):
+        require(bool(_NAME.fullmatch(name)), f"{name!r} is no lower-case name")
+        require(name not in _RESERVED, f"{name!r} is a key of the [npu] section")
+    require(isinstance(spec.summary, str), "summary must be a string")
+    factory = spec.factory
+    require(isinstance(factory, str) and factory.count(":") == 1, "factory must be 'module:Class'")
+    require(spec.name not in (*spec.requires, *spec.after, *spec.conflicts), "it names itself")
+    require(isinstance(spec.options, tuple | list), "options must be a tuple")
+    for option in spec.options:
+        require(isinstance(option, OptionSpec), "options must hold OptionSpec")
 
 
 def _summary(error: BaseException, value: str) -> str:

@@ -134,6 +134,10 @@ def check_is_list(names: Any) -> None:
         raise ConverterListError(
             f"model.converters is the text {names!r}, it must be a list.", corrected
         )
+    if not isinstance(names, list | tuple) or not all(isinstance(n, str) for n in names):
+        raise ConverterListError(
+            f"model.converters is {names!r}, it must be a list of names in quotes."
+        )
     if "" in names:
         raise ConverterListError(
             "model.converters has an empty name in it.", [name for name in names if name]

@@ -134,7 +134,7 @@ def run(args: Sequence[str], before_train: Callable[[Any], None] | None = None) 
     from torchtitan.tools.logging import init_logger
     from torchtitan.train import Trainer
 
-    from torchtitan_npu_core.titan.job import normalised
+    from torchtitan_npu_core.titan.job import check_model, normalised
     from torchtitan_npu_core.titan.registration import check_names, register
 
     init_logger()
@@ -142,6 +142,7 @@ def run(args: Sequence[str], before_train: Callable[[Any], None] | None = None) 
     normalised(config)
     register(list(config.model.converters))
     check_names(config)
+    check_model(config)
     if on_cpu:
         _check_for_cpu(config)
     _register_device_converter()

@@ -64,12 +64,14 @@ class RotaryArgument:
         tables: The model's shared tables.
         mode: ``interleave`` or ``half``.
         wide: Rotate in float32 and cast back.
+        owner: The module whose forward this is.
     """
 
     cache: Tensor
     tables: RotaryTables
     mode: str
     wide: bool
+    owner: nn.Module
 
 
 def apply_rotary(argument: RotaryArgument, positions: Tensor | None, x: Tensor) -> Tensor:
@@ -87,7 +89,7 @@ def apply_rotary(argument: RotaryArgument, positions: Tensor | None, x: Tensor) 
         op-plugin docs: torch_npu-npu_rotary_mul.
     """
     dtype = torch.float32 if argument.wide else x.dtype
-    cos, sin = argument.tables.lookup(argument.cache, positions, x.shape[1], dtype)
+    cos, sin = argument.tables.lookup(argument.cache, positions, x.shape[1], dtype, argument.owner)
     cos, sin = _like(cos, x), _like(sin, x)
     wide_x = x.to(dtype)
     if cos.shape[0] > 1 and argument.mode == "interleave":
@@ -148,7 +150,11 @@ class FusedRotary(ReplacementMixin):
         at, name = contract.cache_index, contract.cache_name
         cache = args[at] if at < len(args) else kwargs[name]
         argument = RotaryArgument(
-            cache, getattr(self, TABLES_ATTRIBUTE), contract.mode, self.rotary_wide
+            cache,
+            getattr(self, TABLES_ATTRIBUTE),
+            contract.mode,
+            self.rotary_wide,
+            self,  # type: ignore[arg-type]
         )
         if at < len(args):
             args = (*args[:at], argument, *args[at + 1 :])

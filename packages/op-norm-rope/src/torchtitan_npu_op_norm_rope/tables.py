@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +48,12 @@ def derive(cache: Tensor) -> Pair:
     return cache[..., :width].contiguous(), cache[..., width:].contiguous()
 
 
+def rows_of(table: Tensor, index: Tensor) -> Tensor:
+    """Rows ``[*index.shape, D]`` of a table ``[M, D]``; a negative index is an error, as gathering
+    makes it, and not a row from the end."""
+    return table.index_select(0, index.reshape(-1)).view(*index.shape, table.shape[-1])
+
+
 def plain(tensor: Tensor) -> Tensor:
     """The tensor behind a DTensor or behind a view of the whole of another tensor."""
     from torch.distributed.tensor import DTensor
@@ -64,9 +72,25 @@ def plain(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _version(tensor: Tensor) -> int:
-    # inference tensors have no version; they cannot be written to in a way autograd would notice
-    return -1 if tensor.is_inference() else tensor._version
+def _state(tensor: Tensor) -> tuple[int, int] | None:
+    """What changes when a tensor is written to or given other storage; None if that cannot be told.
+
+    Inference tensors have no version. Writes through ``.data`` or a shared numpy array leave none.
+    """
+    if tensor.is_inference():
+        return None
+    return tensor._version, tensor.untyped_storage()._cdata
+
+
+@contextmanager
+def _ordinary_tensors() -> Iterator[None]:
+    """Make tensors that later forwards may save for backward, whatever mode the caller is in."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _ordinary(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor
 
 
 @dataclass(eq=False)
@@ -74,7 +98,7 @@ class _Derived:
     """Tables made from one state of one tensor, with their casts."""
 
     source: weakref.ref[Tensor]
-    version: int
+    state: tuple[int, int] | None
     shape: torch.Size
     dtype: torch.dtype
     pair: Pair
@@ -84,7 +108,13 @@ class _Derived:
     gathered: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def is_of(self, tensor: Tensor) -> bool:
-        return self.source() is tensor and self.version == _version(tensor)
+        state = _state(tensor)
+        return self.source() is tensor and state is not None and self.state == state
+
+    def equals(self, cache: Tensor) -> bool:
+        """Whether a real table is the source of these tables, rounded to another dtype."""
+        source = self.source()
+        return source is not None and torch.equal(source.to(cache.dtype), cache)
 
     def cast(self, through: torch.dtype, to: torch.dtype) -> Pair:
         """The tables rounded as the host rounded its table on the way, then to ``to``."""
@@ -96,17 +126,28 @@ class _Derived:
             self.casts[key] = (cos.to(to), sin.to(to))
         return self.casts[key]
 
-    def at(self, positions: Tensor, through: torch.dtype, to: torch.dtype) -> Pair:
-        """Rows of the tables, gathered once per positions tensor and dtype."""
-        known = self.gathered.get(positions)
-        if known is None or known[0] != _version(positions):
-            known = (_version(positions), {})
-            self.gathered[positions] = known
-        pairs = known[1]
+    def at(
+        self, positions: Tensor, through: torch.dtype, to: torch.dtype, forward: int | None
+    ) -> Pair:
+        """Rows of the tables, gathered once per forward, positions tensor and dtype.
+
+        Args:
+            positions: Row numbers.
+            through: See ``cast``.
+            to: See ``cast``.
+            forward: Number of the root's forward that runs now; None outside, where a recomputed
+                layer finds what its forward gathered.
+        """
+        state = _state(positions)
+        known = None if state is None else self.gathered.get(positions)
+        if known is None or known[0] != state or forward not in (None, known[1]):
+            known = (state, forward, {})
+            if state is not None:
+                self.gathered[positions] = known
+        pairs = known[2]
         if (through, to) not in pairs:
-            cos, sin = self.cast(through, to)
-            index = positions.long()
-            pairs[(through, to)] = (cos[index], sin[index])
+            index = _ordinary(positions).long()
+            pairs[(through, to)] = tuple(rows_of(t, index) for t in self.cast(through, to))
         return pairs[(through, to)]
 
 
@@ -129,8 +170,11 @@ class RotaryTables:
         # (model's table, cosines, sines) for compiled layers; kept after forward, because a
         # compiled layer that is recomputed must issue the same operators again
         self._traced: tuple[tuple[Tensor, Tensor, Tensor], ...] = ()
+        self._num_forwards = 0
         # tables used for a copy of the model's table that the host had cast, e.g. FSDP per block
         self._cast_copies = WeakTensorKeyDictionary()
+        # modules that were seen to get such copies, with the tables they were compared with
+        self._trusted: weakref.WeakKeyDictionary[nn.Module, _Derived] = weakref.WeakKeyDictionary()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> RotaryTables:
         return RotaryTables()._like(self)
@@ -169,6 +213,7 @@ class RotaryTables:
     def start(self, model: nn.Module) -> None:
         """Bring the tables up to date with a model's buffers; its forward begins."""
         current = []
+        self._num_forwards += 1
         for name in self.sources:
             buffer = model._buffers.get(name)
             if buffer is None or buffer.is_meta:
@@ -191,13 +236,13 @@ class RotaryTables:
 
     def _derive(self, cache: Tensor) -> _Derived:
         self.num_derivations += 1
-        with torch.no_grad():
-            pair = derive(cache)
+        with _ordinary_tensors():
+            pair = derive(_ordinary(cache))
         return _Derived(
-            weakref.ref(cache), _version(cache), cache.shape, pair[0].dtype, (pair[0], pair[1])
+            weakref.ref(cache), _state(cache), cache.shape, pair[0].dtype, (pair[0], pair[1])
         )
 
-    def _find(self, cache: Tensor) -> _Derived:
+    def _find(self, cache: Tensor, owner: nn.Module) -> _Derived:
         """Tables for the table a layer was given."""
         for derived in self._derived.values():
             if derived.is_of(cache):
@@ -206,20 +251,36 @@ class RotaryTables:
         if known is not None:
             return known
         if self._current is not None and not cache.is_complex():
-            # inside the root's forward a table of another dtype is a copy that the host made of
-            # the only table it can have been
+            # inside the root's forward a table of another dtype may be a copy that the host made
             alike = [d for d in self._current if d.shape == cache.shape and d.dtype != cache.dtype]
-            if len(alike) == 1:
-                self._cast_copies[cache] = alike[0]
+            if len(alike) == 1 and self._is_copy(cache, alike[0], owner):
+                if not cache.is_inference():
+                    self._cast_copies[cache] = alike[0]
                 return alike[0]
         return self._derive(cache)
 
+    def _is_copy(self, cache: Tensor, derived: _Derived, owner: nn.Module) -> bool:
+        # comparing waits for the device: once per module and state of the table, then it is known
+        # that this module gets copies and not a table computed from the model's
+        if self._trusted.get(owner) is derived:
+            return True
+        if not derived.equals(cache):
+            return False
+        self._trusted[owner] = derived
+        return True
+
     def lookup(
-        self, cache: Tensor, positions: Tensor | None, length: int, dtype: torch.dtype
+        self,
+        cache: Tensor,
+        positions: Tensor | None,
+        length: int,
+        dtype: torch.dtype,
+        owner: nn.Module,
     ) -> Pair:
         """Cosines and sines for one call.
 
         Args:
+            owner: The module that asks.
             cache: The table as the layer got it, ``[M, D / 2]`` complex or ``[M, 2 * D]`` real.
             positions: None, ``[1, L]`` or ``[B, L]``.
             length: Sequence length L.
@@ -231,13 +292,15 @@ class RotaryTables:
         if torch.compiler.is_compiling():
             return self._lookup_traced(cache, positions, length, dtype)
         cache = plain(cache)
-        derived = self._find(cache)
+        derived = self._find(cache, owner)
         through = derived.dtype if cache.is_complex() else cache.dtype
-        with torch.no_grad():
+        forward = None if self._current is None else self._num_forwards
+        with _ordinary_tensors():
             if positions is None:
                 cos, sin = (t[None, :length, None] for t in derived.cast(through, dtype))
             else:
-                cos, sin = (t.unsqueeze(2) for t in derived.at(plain(positions), through, dtype))
+                pair = derived.at(plain(positions), through, dtype, forward)
+                cos, sin = (t.unsqueeze(2) for t in pair)
         return cos, sin
 
     def _lookup_traced(
@@ -257,7 +320,8 @@ class RotaryTables:
         if positions is None:
             return pair[0][None, :length, None].to(dtype), pair[1][None, :length, None].to(dtype)
         index = _local(positions).long()
-        return pair[0][index].unsqueeze(2).to(dtype), pair[1][index].unsqueeze(2).to(dtype)
+        cos, sin = (rows_of(t, index).unsqueeze(2).to(dtype) for t in pair)
+        return cos, sin
 
 
 def _local(tensor: Tensor) -> Tensor:

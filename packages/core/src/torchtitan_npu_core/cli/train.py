@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -37,7 +38,9 @@ def closing_lines(folder: Path, started: float, config: str) -> list[str]:
 
     lines = []
     conversion = fresh("conversion.json")
-    if conversion is not None:
+    if not str(folder).strip("."):
+        lines.append("converted: see the log, there is no dump folder for a report")
+    elif conversion is not None:
         data = json.loads(conversion.read_text())
         counts = {name: 0 for name in data["converters"]}
         for row in data["rows"]:
@@ -57,8 +60,8 @@ def closing_lines(folder: Path, started: float, config: str) -> list[str]:
         steps = f"from step {first['step']} to step {last['step']}"
         lines.append(f"loss: {first[key]:.4f} -> {last[key]:.4f} {steps} ({metrics})")
     lines.append(
-        f"next: torchtitan-npu plan {config} shows every module; "
-        f"torchtitan-npu train {config} --model.converters= trains without converters"
+        f"next: torchtitan-npu plan {shlex.quote(config)} shows every module; "
+        f"torchtitan-npu train {shlex.quote(config)} --model.converters= trains without converters"
     )
     return lines
 

@@ -50,7 +50,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     import tomlkit.exceptions
 
     try:
-        return tomlkit.parse(path.read_text(encoding="utf-8")).unwrap()
+        return tomlkit.parse(path.read_text(encoding="utf-8-sig")).unwrap()
     except (OSError, UnicodeDecodeError, tomlkit.exceptions.ParseError) as error:
         raise CommandError(f"Config {path} cannot be read: {error}") from error
 
@@ -58,7 +58,10 @@ def read_toml(path: Path) -> dict[str, Any]:
 def setting(config: dict[str, Any], options: tuple[str, ...], name: str, default: Any) -> Any:
     """Value of ``section.key`` as the trainer sees it: command line, then TOML, then default."""
     section, key = name.split(".")
-    value = config.get(section, {}).get(key, default)
+    table = config.get(section, {})
+    if not isinstance(table, dict):
+        raise CommandError(f"[{section}] in the config is {table!r}, it must be a table.")
+    value = table.get(key, default)
     names = (f"--{name}", f"--{name.replace('_', '-')}")
     for i, option in enumerate(options):
         given, equals, text = option.partition("=")

@@ -64,6 +64,19 @@ def build_meta_model(job_config: Any) -> nn.Module:
     Raises:
         CommandError: If model or flavor is unknown.
     """
+    model_args, spec = check_model(job_config)
+    with _only_errors():
+        model_args.update_from_config(job_config)
+        with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
+            return spec.model_cls(model_args)
+
+
+def check_model(job_config: Any) -> tuple[Any, Any]:
+    """Model arguments and train spec that a job names.
+
+    Raises:
+        CommandError: If model or flavor is unknown.
+    """
     if job_config.experimental.custom_import:
         importlib.import_module(job_config.experimental.custom_import)
     name, flavor = job_config.model.name, job_config.model.flavor
@@ -76,11 +89,7 @@ def build_meta_model(job_config: Any) -> nn.Module:
             f"Model {name!r} has no flavor {flavor!r}.{did_you_mean(flavor, spec.model_args)} "
             f"Flavors: {', '.join(sorted(spec.model_args))}."
         )
-    model_args = spec.model_args[flavor]
-    with _only_errors():
-        model_args.update_from_config(job_config)
-        with torch.device("meta"), set_default_dtype(TORCH_DTYPE_MAP[job_config.training.dtype]):
-            return spec.model_cls(model_args)
+    return spec.model_args[flavor], spec
 
 
 def job_sizes(job_config: Any) -> JobSizes:

@@ -47,8 +47,8 @@ def register(requested: list[str] | None = None) -> list[str]:
     """Register every installed converter name with torchtitan. Doing it again changes nothing.
 
     Args:
-        requested: Names the job asks for, if known. A name that somebody else has taken is an
-            error if the job asks for it or if that is not known, and a warning otherwise.
+        requested: Names the job asks for, or None for all. A name that somebody else has taken is
+            an error if it is asked for, and a warning otherwise.
 
     Returns:
         The names that are ours.
@@ -111,7 +111,8 @@ def register_for_importer() -> None:
     """Register our names and, when a trainer is importing us, check what it asks for."""
     config = calling_job_config()
     if config is None:
-        register()
+        # nobody asks for anything yet: a taken name is worth a warning
+        register([])
         return
     check_is_list(config.model.converters)
     register(list(config.model.converters))

@@ -58,9 +58,9 @@ class ConversionSession:
         # always set: a job that targets nothing must not inherit what an earlier one targeted
         set_target(self.settings.target or environment_target() or device_family())
         check_same_plugins(self.plugins)
-        self._plans: weakref.WeakKeyDictionary[nn.Module, tuple[ConversionPlan, set[str]]] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._plans: weakref.WeakKeyDictionary[
+            nn.Module, tuple[ConversionPlan, set[str], list[Any]]
+        ] = weakref.WeakKeyDictionary()
 
     def plan(self, model: nn.Module) -> ConversionPlan:
         """Plan the whole list on an unchanged model."""
@@ -93,10 +93,11 @@ class ConversionSession:
             plan.check_matched()
             self.check_limits(plan)
             apply.prepare(plan, self.plugins)
-            self._plans[model] = (plan, set())
-        plan, done = self._plans[model]
+            self._plans[model] = (plan, set(), [])
+        plan, done, undo = self._plans[model]
         offer = next(o for o in self.offers if o.spec.name == name)
-        apply.apply_converter(model, plan, name, apply.save_operators(self.plugins, offer.plugin))
+        save = apply.save_operators(self.plugins, offer.plugin)
+        apply.apply_converter(model, plan, name, save, undo)
         done.add(name)
         if done == set(self.names):
             del self._plans[model]
@@ -110,11 +111,18 @@ class ConversionSession:
         """Leave the report beside the job's other outputs, complete or not at all."""
         if not self.dump_folder:
             return
-        os.makedirs(self.dump_folder, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=self.dump_folder, suffix=".tmp")
-        with os.fdopen(handle, "w") as file:
-            json.dump(data, file, indent=1)
-        os.replace(temporary, os.path.join(self.dump_folder, "conversion.json"))
+        path, temporary = os.path.join(self.dump_folder, "conversion.json"), ""
+        try:
+            os.makedirs(self.dump_folder, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(dir=self.dump_folder, suffix=".tmp")
+            with os.fdopen(handle, "w") as file:
+                json.dump(data, file, indent=1)
+            os.replace(temporary, path)
+        except OSError as error:
+            # a report that cannot be written is no reason to lose the run
+            logger.warning("[converter] the report could not be written to %s: %s", path, error)
+            if temporary and os.path.exists(temporary):
+                os.unlink(temporary)
 
 
 _sessions: dict[int, tuple[weakref.ref[Any], ConversionSession]] = {}
