@@ -2,12 +2,14 @@
 
     python benchmarks/norm_rope.py [--json]
 
-Prints forward + backward times in milliseconds (the best of several) and their ratio; below 1 the
-converted one is faster. Times are for reading: nothing passes or fails by them.
+Prints forward + backward times in milliseconds (medians) and their ratio; below 1 the converted one
+is faster. Times are for reading: nothing passes or fails by them.
 """
 
 import copy
+import itertools
 import json
+import statistics
 import sys
 import time
 
@@ -22,15 +24,21 @@ SHAPE = (4, 2048, 2048)
 HEAD_DIM = 128
 
 
-def best(function, repeats=7):
-    """Best time of several runs, ms, after one to warm up."""
-    function()
-    times = []
-    for _ in range(repeats):
+def compare(ours, stock, repeats=9):
+    """Median times of both, ms, and the median ratio of runs side by side.
+
+    The two alternate: what else the machine does, and the state of its memory, then meets both.
+    """
+
+    def once(function):
         start = time.perf_counter()
         function()
-        times.append(time.perf_counter() - start)
-    return min(times) * 1e3
+        return (time.perf_counter() - start) * 1e3
+
+    once(ours), once(stock)
+    pairs = [(once(ours), once(stock)) for _ in range(repeats)]
+    a, b = (statistics.median(side) for side in zip(*pairs, strict=True))
+    return a, b, statistics.median(x / y for x, y in pairs)
 
 
 def backward_of(function, *inputs):
@@ -116,17 +124,17 @@ def main():
     plugins = discover_and_load()
     for record in plugins.loaded:
         register_plugin_operators(plugins, record)
-    cases = [
+    cases = (
         (f"{name} {str(dtype).removeprefix('torch.')}", ours, stock)
         for dtype in (torch.float32, torch.bfloat16)
         for name, ours, stock in operators(dtype)
-    ]
+    )
     rows = []
-    for name, ours, stock in [*cases, *steps()]:
-        a, b = best(ours), best(stock)
-        rows.append({"case": name, "converted_ms": a, "unconverted_ms": b, "ratio": a / b})
+    for name, ours, stock in itertools.chain(cases, steps()):
+        a, b, ratio = compare(ours, stock)
+        rows.append({"case": name, "converted_ms": a, "unconverted_ms": b, "ratio": ratio})
         if "--json" not in sys.argv:
-            print(f"{name:32} {a:9.1f} ms {b:9.1f} ms  ratio {a / b:.2f}", flush=True)
+            print(f"{name:32} {a:9.1f} ms {b:9.1f} ms  ratio {ratio:.2f}", flush=True)
     if "--json" in sys.argv:
         print(json.dumps({"shape": SHAPE, "threads": torch.get_num_threads(), "rows": rows}))
 
