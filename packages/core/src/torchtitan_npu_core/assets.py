@@ -39,8 +39,16 @@ def _topics() -> list[str]:
     return [topics[name] for name in sorted(topics)]
 
 
-def _make(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Fill a folder in one step: it exists complete or not at all, whoever else tries."""
+def make_folder(folder: Path, write: Callable[[Path], None]) -> Path:
+    """Fill a folder in one step: it exists complete or not at all, whoever else tries.
+
+    Args:
+        folder: What to make, below ``cache_folder()``.
+        write: Called with an empty folder that becomes this one.
+
+    Raises:
+        CommandError: If it cannot be written.
+    """
     if _complete(folder):
         return folder
     temporary: Path | None = None
@@ -58,8 +66,8 @@ def _make(folder: Path, write: Callable[[Path], None]) -> Path:
                 raise
     except OSError as error:
         raise CommandError(
-            f"Text and tokenizer could not be made in {folder.parent}: {error}. Set "
-            f"{CACHE_VARIABLE} to a folder that can be written to."
+            f"{folder.name} could not be made in {folder.parent}: {error}. Set {CACHE_VARIABLE} to a "
+            f"folder that can be written to."
         ) from error
     finally:
         if temporary is not None:
@@ -69,7 +77,7 @@ def _make(folder: Path, write: Callable[[Path], None]) -> Path:
 
 def _complete(folder: Path) -> bool:
     """Whether a made folder is there with something in every file."""
-    files = list(folder.iterdir()) if folder.is_dir() else []
+    files = [path for path in folder.rglob("*") if path.is_file()]
     return bool(files) and all(file.stat().st_size for file in files)
 
 
@@ -86,7 +94,7 @@ def text_folder(cache: Path | None = None) -> Path:
             for text in texts:
                 file.write(json.dumps({"text": text}) + "\n")
 
-    return _make((cache or cache_folder()) / f"topics-{_digest(texts)}", write)
+    return make_folder((cache or cache_folder()) / f"topics-{_digest(texts)}", write)
 
 
 def tokenizer_folder(cache: Path | None = None, vocab_size: int = VOCAB_SIZE) -> Path:
@@ -111,4 +119,4 @@ def tokenizer_folder(cache: Path | None = None, vocab_size: int = VOCAB_SIZE) ->
         config = {"bos_token": special[0], "eos_token": special[1]}
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
-    return _make((cache or cache_folder()) / f"bpe{vocab_size}-{_digest(texts)}", write)
+    return make_folder((cache or cache_folder()) / f"bpe{vocab_size}-{_digest(texts)}", write)

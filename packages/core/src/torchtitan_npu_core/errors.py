@@ -239,5 +239,17 @@ class NotDifferentiableError(ConverterError, RuntimeError):
         )
 
 
+class NoReferenceError(ConverterError, NotImplementedError):
+    """A virtual NPU was asked for an operator that nothing here can compute."""
+
+    def __init__(self, operator: str) -> None:
+        self.operator = operator
+        super().__init__(
+            f"{operator} has no kernel on a virtual NPU: it needs a real device, and no installed "
+            f"plugin declares a reference kernel for it. Install the plugin that does, or avoid "
+            f"the operator."
+        )
+
+
 class CommandError(ConverterError):
     """A command cannot do what was asked; the message is for the person at the terminal."""

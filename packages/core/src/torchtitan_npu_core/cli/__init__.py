@@ -11,7 +11,7 @@ import click
 from torchtitan_npu_core.__about__ import __version__
 from torchtitan_npu_core.errors import ConverterError
 
-COMMANDS = ("list", "doctor", "explain", "plan", "train")
+COMMANDS = ("list", "doctor", "explain", "plan", "train", "virtual-npu")
 
 
 class _Commands(click.Group):
@@ -24,7 +24,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        return importlib.import_module(f"torchtitan_npu_core.cli.{cmd_name}").command
+        return importlib.import_module(f"torchtitan_npu_core.cli.{cmd_name.replace('-', '_')}").command
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
