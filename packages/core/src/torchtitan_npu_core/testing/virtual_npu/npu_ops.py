@@ -20,6 +20,7 @@ from torchtitan_npu_core.operators import (
 from torchtitan_npu_core.specs import OperatorSpec
 from torchtitan_npu_core.testing.virtual_npu.aten import kernel, registered
 from torchtitan_npu_core.testing.virtual_npu.memory import host
+from torchtitan_npu_core.testing.virtual_npu.twins import TWINS
 
 # torch_npu's own kernels, which only look after storages
 _KEPT = {
@@ -29,24 +30,6 @@ _KEPT = {
     "get_npu_format",
     "get_storage_size",
     "npu_change_data_ptr",
-}
-
-
-def _same_format(x: Tensor, acl_format: int) -> Tensor:
-    return x.clone()
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype, copy=True)
-
-
-# operators that torch_npu's own code calls on the way to others
-_TWINS: dict[str, Callable[..., Any]] = {
-    "npu_dtype_cast": _cast,
-    "_npu_dtype_cast": _cast,
-    "npu_format_cast": _same_format,
-    "npu_format_cast.Tensor": lambda x, like: x.clone(),
-    "npu_format_cast_": lambda x, acl_format: x,
 }
 
 
@@ -90,7 +73,7 @@ def install(library: torch.library.Library) -> int:
     for name, op in registered("npu"):
         if name in _KEPT:
             continue
-        twin = _TWINS.get(name)
+        twin = TWINS.get(name)
         library.impl(name, kernel(op, twin) if twin else _reference(op), allow_override=True)
         count += 1
     return count
