@@ -66,7 +66,8 @@ def call_kwargs(model, family, tokens):
 
 def tokens_for(seed=0, batch=2, length=SEQ_LEN):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(2, VOCAB, (batch, length), generator=generator)
+    tokens = torch.randint(2, VOCAB, (batch, length), generator=generator, device="cpu")
+    return tokens.to(torch.get_default_device())
 
 
 def run(model, family, tokens=None, **kwargs):

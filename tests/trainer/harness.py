@@ -120,7 +120,7 @@ def free_ports(count):
     raise RuntimeError("no free ports")
 
 
-def run_cases(nproc, cases, shared, timeout=900):
+def run_cases(nproc, cases, shared, timeout=900, env=None):
     """Run cases on ``nproc`` ranks; results per rank, per case.
 
     Args:
@@ -128,14 +128,15 @@ def run_cases(nproc, cases, shared, timeout=900):
         cases: ``{name: {"args": [...], "inspect": bool}}``.
         shared: Options that all cases have.
         timeout: Seconds for all of them together.
+        env: Environment of the ranks; this process's by default.
     """
     folder = Path(tempfile.mkdtemp(prefix="trainer-"))
     (folder / "cases.json").write_text(json.dumps({"cases": cases, "shared": shared}))
     port = free_ports(len(cases) + 1)
     processes = []
     for rank in range(nproc):
-        env = {
-            **os.environ,
+        variables = {
+            **(os.environ if env is None else env),
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
             "WORLD_SIZE": str(nproc),
@@ -155,7 +156,7 @@ def run_cases(nproc, cases, shared, timeout=900):
             processes.append(
                 subprocess.Popen(
                     command,
-                    env=env,
+                    env=variables,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     cwd=Path(__file__).parents[2],

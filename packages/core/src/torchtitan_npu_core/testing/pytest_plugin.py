@@ -1,4 +1,8 @@
-"""Pytest fixtures for plugin tests. Opt in with ``pytest_plugins`` in a conftest."""
+"""Pytest fixtures for plugin tests. Opt in with ``pytest_plugins`` in a conftest.
+
+The option ``--device npu`` makes every tensor a test creates without naming a device an npu tensor.
+On a machine without NPU, run pytest below ``torchtitan-npu virtual-npu --``.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,30 @@ from typing import Any
 import pytest
 
 from torchtitan_npu_core.testing.distributions import write_distribution
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add ``--device``."""
+    parser.addoption(
+        "--device", default="cpu", help="device that tests create their tensors on (cpu or npu)"
+    )
+
+
+@pytest.fixture(scope="session")
+def device(request: pytest.FixtureRequest) -> str:
+    """Device the tests run on, ``cpu`` or what ``--device`` names."""
+    return request.config.getoption("--device")
+
+
+@pytest.fixture(autouse=True)
+def _default_device(device: str) -> Iterator[None]:
+    if device == "cpu":
+        yield
+        return
+    import torch
+
+    with torch.device(device):
+        yield
 
 
 @pytest.fixture

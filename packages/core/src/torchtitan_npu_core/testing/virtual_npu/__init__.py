@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from torchtitan_npu_core.errors import CommandError
 from torchtitan_npu_core.limits import TARGET_VARIABLE
@@ -19,6 +18,9 @@ from torchtitan_npu_core.specs import DEVICE_FAMILIES
 
 FAMILY_VARIABLE = "TORCHTITAN_NPU_VIRTUAL_FAMILY"
 DEVICES_VARIABLE = "TORCHTITAN_NPU_VIRTUAL_DEVICES"
+FOLDER_VARIABLE = "TORCHTITAN_NPU_VIRTUAL_FOLDER"
+
+_PATHS = {"LD_LIBRARY_PATH": "lib", "PYTHONPATH": "site"}
 
 
 def environment(
@@ -46,8 +48,9 @@ def environment(
         raise CommandError(f"{devices} devices; a virtual machine has 1 to 64")
     built = build()
     env = dict(os.environ if base is None else base)
-    for variable, folder in (("LD_LIBRARY_PATH", "lib"), ("PYTHONPATH", "site")):
+    for variable, folder in _PATHS.items():
         env[variable] = os.pathsep.join(filter(None, (str(built / folder), env.get(variable))))
+    env[FOLDER_VARIABLE] = str(built)
     env[FAMILY_VARIABLE] = family
     env[DEVICES_VARIABLE] = str(devices)
     env.pop(TARGET_VARIABLE, None)  # the device says what it is
@@ -63,8 +66,19 @@ def is_active() -> bool:
     return FAMILY_VARIABLE in os.environ
 
 
-def site_folder() -> Path:
-    """Folder that makes torch load the virtual NPU when it is on ``PYTHONPATH``."""
-    from torchtitan_npu_core.testing.virtual_npu.stubs import build
+def without(base: Mapping[str, str]) -> dict[str, str]:
+    """Environment of a process on a virtual NPU, as it was before: without one.
 
-    return build() / "site"
+    Args:
+        base: Such an environment.
+    """
+    env = dict(base)
+    folders = env.pop(FOLDER_VARIABLE, "")
+    for variable, name in _PATHS.items():
+        parts = env.get(variable, "").split(os.pathsep)
+        kept = [part for part in parts if part and part != os.path.join(folders, name)]
+        env[variable] = os.pathsep.join(kept)
+    for variable in (FAMILY_VARIABLE, DEVICES_VARIABLE, "TASK_QUEUE_ENABLE"):
+        env.pop(variable, None)
+    env["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    return env

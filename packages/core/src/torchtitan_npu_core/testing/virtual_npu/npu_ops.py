@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from torchtitan_npu_core.errors import NoReferenceError
 from torchtitan_npu_core.limits import enforce_limits, targeting
-from torchtitan_npu_core.operators import (
-    OperatorKernels,
-    declared_specs,
-    device_family,
-    load_kernels,
-)
-from torchtitan_npu_core.specs import OperatorSpec
 from torchtitan_npu_core.testing.virtual_npu.aten import kernel, registered
 from torchtitan_npu_core.testing.virtual_npu.memory import host
 from torchtitan_npu_core.testing.virtual_npu.twins import TWINS
+
+if TYPE_CHECKING:
+    from torchtitan_npu_core.operators import OperatorKernels
+    from torchtitan_npu_core.specs import OperatorSpec
 
 # torch_npu's own kernels, which only look after storages
 _KEPT = {
@@ -35,7 +32,10 @@ _KEPT = {
 
 @functools.cache
 def _declared() -> dict[str, tuple[OperatorSpec, OperatorKernels]]:
+    # installed plugins are read at the first call, not when torch is imported: that may be in the
+    # middle of importing one of them
     from torchtitan_npu_core.loading import discover_and_load
+    from torchtitan_npu_core.operators import declared_specs, load_kernels
 
     specs = declared_specs(discover_and_load())
     return {name: (spec, load_kernels(spec)) for name, spec in specs.items()}
@@ -54,10 +54,11 @@ def _reference(op: Any) -> Callable[..., Any]:
     name = op._schema.name
 
     def compute(*args: Any, **kwargs: Any) -> Any:
-        # installed plugins are read at the first call: torch may be imported by any program
         known = _declared().get(name) if not op._schema.overload_name else None
         if known is None:
             raise NoReferenceError(str(op))
+        from torchtitan_npu_core.operators import device_family
+
         spec, kernels = known
         kernels.check(*args, **kwargs)
         with targeting(device_family()):

@@ -22,8 +22,13 @@ def draw(generator: torch.Generator | None) -> torch.Generator:
 
     Two draws from the same seed and offset are equal, as on the device, where an offset names a
     place in one stream of numbers.
+
+    Raises:
+        RuntimeError: For a generator of another device, as on the device.
     """
     source = default_generator() if generator is None else generator
+    if source.device.type != "npu":
+        raise RuntimeError(f"Expected a 'npu' generator, found one on {source.device.type!r}")
     offset = source.get_offset()
     text = f"{source.initial_seed()} {offset}".encode()
     number = int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
