@@ -55,8 +55,11 @@ def cpu(seeds, shared_options, tmp_path_factory):  # noqa: F811
     """Loss and gradient norm per step on CPUs, by model and layout."""
     make = {
         f"{model} seed": {
-            "args": [*job(model), "--checkpoint.enable", "--checkpoint.create_seed_checkpoint",
-                     "--job.dump_folder", str(folder)]  # fmt: skip
+            "args": [
+                *job(model),
+                *("--checkpoint.enable", "--checkpoint.create_seed_checkpoint"),
+                *("--job.dump_folder", str(folder)),
+            ]
         }
         for model, folder in seeds.items()
     }
@@ -67,8 +70,12 @@ def cpu(seeds, shared_options, tmp_path_factory):  # noqa: F811
         dump = tmp_path_factory.mktemp("cpu")
         train = {
             model: {
-                "args": [*job(model), *options, *from_seed(folder),
-                         "--job.dump_folder", str(dump / model)]  # fmt: skip
+                "args": [
+                    *job(model),
+                    *options,
+                    *from_seed(folder),
+                    *("--job.dump_folder", str(dump / model)),
+                ]
             }
             for model, folder in seeds.items()
         }

@@ -66,8 +66,8 @@ def make_folder(folder: Path, write: Callable[[Path], None]) -> Path:
                 raise
     except OSError as error:
         raise CommandError(
-            f"{folder.name} could not be made in {folder.parent}: {error}. Set {CACHE_VARIABLE} to a "
-            f"folder that can be written to."
+            f"{folder.name} could not be made in {folder.parent}: {error}. Set {CACHE_VARIABLE} to "
+            f"a folder that can be written to."
         ) from error
     finally:
         if temporary is not None:

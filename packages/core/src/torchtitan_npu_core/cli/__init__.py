@@ -24,7 +24,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        return importlib.import_module(f"torchtitan_npu_core.cli.{cmd_name.replace('-', '_')}").command
+        module = cmd_name.replace("-", "_")
+        return importlib.import_module(f"torchtitan_npu_core.cli.{module}").command
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -8,6 +8,7 @@ import shutil
 import click
 
 from torchtitan_npu_core.errors import CommandError
+from torchtitan_npu_core.report import to_json
 from torchtitan_npu_core.specs import DEVICE_FAMILIES
 
 
@@ -27,8 +28,14 @@ from torchtitan_npu_core.specs import DEVICE_FAMILIES
     show_default=True,
     help="Number of devices, npu:0 and on.",
 )
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
-def command(family: str, devices: int, command: tuple[str, ...]) -> None:
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    help="Print the environment that COMMAND would get as JSON, and run nothing.",
+)
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def command(family: str, devices: int, as_json: bool, command: tuple[str, ...]) -> None:
     """Run COMMAND with the real torch_npu on devices whose memory is host memory.
 
     For tests: numbers are the CPU's and nothing is fast. Needs torch_npu and gcc. Separate COMMAND
@@ -36,7 +43,14 @@ def command(family: str, devices: int, command: tuple[str, ...]) -> None:
     """
     from torchtitan_npu_core.testing.virtual_npu import environment
 
+    if not command and not as_json:
+        raise click.UsageError("Missing argument 'COMMAND...', as in: virtual-npu -- python job.py")
     env = environment(family=family, devices=devices)
+    if as_json:
+        changed = {name: value for name, value in env.items() if os.environ.get(name) != value}
+        removed = sorted(name for name in os.environ if name not in env)
+        click.echo(to_json("virtual-npu", {"set": changed, "unset": removed}))
+        return
     program = shutil.which(command[0], path=env.get("PATH"))
     if program is None:
         raise CommandError(f"no program {command[0]!r} on PATH")

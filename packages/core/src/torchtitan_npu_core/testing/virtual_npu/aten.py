@@ -249,7 +249,7 @@ def _is_view(op: Any) -> bool:
 
 
 def registered(namespace: str) -> list[tuple[str, Any]]:
-    """Operators of a namespace that torch_npu has a device kernel for: name with overload, object."""
+    """Operators of a namespace that torch_npu has a device kernel for: full name, object."""
     found = []
     for full in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
         space, _, rest = full.partition("::")

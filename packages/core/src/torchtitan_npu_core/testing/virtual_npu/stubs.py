@@ -91,8 +91,11 @@ def needed_names(torch_folder: Path, npu_folder: Path) -> set[str]:
     for library in npu:
         # strings of the binary: names passed to dlsym stand there as words of their own
         text = library.read_bytes()
-        names |= {w.decode() for w in re.findall(rb"(?<=\0)[A-Za-z]\w{3,80}(?=\0)", text)
-                  if _NAME.fullmatch(w.decode())}
+        names |= {
+            w.decode()
+            for w in re.findall(rb"(?<=\0)[A-Za-z]\w{3,80}(?=\0)", text)
+            if _NAME.fullmatch(w.decode())
+        }
     return names
 
 
@@ -141,7 +144,7 @@ def build() -> Path:
         CommandError: If torch_npu, gcc or nm is missing, or the build fails.
     """
     npu_library = _package("torch_npu") / "lib" / "libtorch_npu.so"
-    source_folder = files(__package__)
+    source_folder = files("torchtitan_npu_core.testing.virtual_npu")
     sources = {name: (source_folder / name).read_text() for name in SOURCES}
     key = hashlib.sha256(Path(__file__).read_bytes() + "".join(sources.values()).encode())
     # the wheel's library, told apart by version and size: hashing 100 MB takes longer than building
