@@ -27,6 +27,10 @@ _KEPT = {
     "pin_memory",
 }
 
+# torch_npu's kernels for these go to CANN without passing the dispatcher; torch's own are made of
+# other operators
+_COMPOSITE = ("one_hot", "fill_diagonal_", "slogdet")
+
 
 # ---------------------------------------------------------------- operators without a CPU twin
 
@@ -141,20 +145,43 @@ def _local_scalar_dense(x: Tensor) -> Any:
     return host(x).item()
 
 
-def _attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
+def _empty_like(
+    x: Tensor,
     *,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+    memory_format: Any = None,
 ) -> Tensor:
-    return aten._scaled_dot_product_attention_math.default(
-        q, k, v, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )[0]
+    like = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+    stride = torch.empty_like(like, memory_format=memory_format).stride()
+    return poison(raw_empty(x.size(), stride, dtype or x.dtype, device or x.device))
+
+
+def _new_empty(
+    x: Tensor,
+    size: Any,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> Tensor:
+    return _empty(size, dtype=dtype or x.dtype, device=device or x.device)
+
+
+def _new_empty_strided(
+    x: Tensor,
+    size: Any,
+    stride: Any,
+    *,
+    dtype: Any = None,
+    layout: Any = None,
+    device: Any = None,
+    pin_memory: Any = None,
+) -> Tensor:
+    return _empty_strided(size, stride, dtype=dtype or x.dtype, device=device or x.device)
 
 
 _device = device
@@ -162,6 +189,9 @@ _device = device
 _MEMORY: dict[str, Callable[..., Any]] = {
     "empty.memory_format": _empty,
     "empty_strided": _empty_strided,
+    "empty_like": _empty_like,
+    "new_empty": _new_empty,
+    "new_empty_strided": _new_empty_strided,
     "copy_": _copy_,
     "_copy_from": _copy_from,
     "_copy_from_and_resize": _copy_from_and_resize,
@@ -280,7 +310,8 @@ def install(library: torch.library.Library, autograd: torch.library.Library) -> 
         function = _MEMORY.get(name) or kernel(op, _TWINS.get(name))
         library.impl(name, function, allow_override=True)
         count += 1
-    # torch_npu computes attention with an operator of its own; plain torch instead
-    for target in (library, autograd):
-        target.impl("scaled_dot_product_attention", _attention, allow_override=True)
+    for name in _COMPOSITE:
+        op = getattr(getattr(aten, name.partition(".")[0]), name.partition(".")[2] or "default")
+        for target in (library, autograd):
+            target.impl(name, op.decompose, allow_override=True)
     return count

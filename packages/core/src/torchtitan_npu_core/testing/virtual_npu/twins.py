@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchtitan_npu_core.testing.virtual_npu import random
+from torchtitan_npu_core.testing.virtual_npu import attention, random
 
 _BYTES_BITS = 128
 """Dropout masks hold one bit per element and come in blocks of this many bits."""
@@ -103,5 +103,6 @@ TWINS: dict[str, Callable[..., Any]] = {
     "copy_memory_": _copy_memory_,
     "_npu_dropout": dropout,
     "npu_dropout_backward": dropout_backward,
+    **attention.KERNELS,
 }
 """CPU kernels by the name of an operator in the ``npu`` namespace, overload included."""
