@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -79,12 +80,15 @@ def cpu(seeds, shared_options, tmp_path_factory):  # noqa: F811
     return found
 
 
-def torchrun(nproc, *command):
-    """Run a module on ranks, return its output."""
+def torchrun(run, args, shared, dump):
+    """Run the host's trainer, return its output."""
+    nproc = LAYOUTS[run[1]][0]
     done = subprocess.run(
         [
             sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc),
-            "--master-port", str(free_ports(1)), "-m", *command,
+            "--master-port", str(free_ports(1)), "-m", "torchtitan.train", *shared, *options(*run),
+            *args, "--checkpoint.interval", "2", "--metrics.disable_color_printing",
+            "--job.dump_folder", str(dump),
         ],
         cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
         timeout=600,
@@ -94,91 +98,55 @@ def torchrun(nproc, *command):
 
 
 @pytest.fixture(scope="module")
-def npu(seeds, cpu, shared_options, tmp_path_factory):  # noqa: F811
-    """Dump folder and output of every run, by model, layout and kind."""
-    found = {}
-    for layout, (nproc, _) in LAYOUTS.items():
-        folder, jobs = tmp_path_factory.mktemp("npu"), []
-        for run in (run for run in RUNS if run[1] == layout):
-            dump = folder / f"{run[0]}-{run[2]}"
-            jobs.append((str(dump), [*shared_options, *options(*run), *from_seed(seeds[run[0]]),
-                        "--job.dump_folder", str(dump)]))  # fmt: skip
-            found[run] = dump
-        plan = {"jobs": jobs, "port": free_ports(len(jobs))}
-        (folder / "jobs.json").write_text(json.dumps(plan))
-        torchrun(nproc, "tests.virtual_npu.jobs", str(folder / "jobs.json"))
-    return {
-        run: (dump, "".join(p.read_text() for p in dump.parent.glob(f"{dump.name}.*")))
-        for run, dump in found.items()
-    }
+def npu(request, cpu, seeds, shared_options, tmp_path_factory):  # noqa: F811
+    """Dump folder and output, to come, of every run that a selected test looks at."""
+    wanted = [item.callspec.params["run"] for item in request.session.items if uses_npu(item)]
+    # half of a run is waiting: for imports, for other ranks, for the two seconds at its end
+    with ThreadPoolExecutor(2) as pool:
+        found = {}
+        for run in dict.fromkeys(wanted):
+            dump = tmp_path_factory.mktemp("npu")
+            args = from_seed(seeds[run[0]])
+            found[run] = dump, pool.submit(torchrun, run, args, shared_options, dump)
+        yield found
+        pool.shutdown(cancel_futures=True)
+
+
+def uses_npu(item):
+    return item.path == Path(__file__) and "npu" in item.fixturenames
 
 
 def steps(output):
-    """Loss and gradient norm per step; what several ranks print must be one."""
+    """Loss and gradient norm by step; what several ranks print must be one."""
     rows = sorted({(int(s), float(loss), float(norm)) for s, loss, norm in STEP.findall(output)})
     assert len({row[0] for row in rows}) == len(rows) > 0, output[-3000:]
     return {step: (loss, norm) for step, loss, norm in rows}
 
 
-def assert_equal_to_the_cpu_run(output, want):
+@pytest.mark.parametrize("run", RUNS, ids="-".join)
+def test_losses_equal_the_cpu_run(run, npu, cpu):
+    model, layout, kind = run
+    dump, output = npu[run][0], npu[run][1].result()
     assert "Ascend910B1" in output
-    for (loss, norm), want_loss, want_norm in zip(steps(output).values(), *want, strict=True):
+    assert list(steps(output)) == [1, 2, 3]
+    for (loss, norm), want_loss, want_norm in zip(
+        steps(output).values(), *cpu[f"{model} {layout}"], strict=True
+    ):
         # printed with five and four decimals
         assert loss == pytest.approx(want_loss, rel=1e-5, abs=1e-5)
         assert norm == pytest.approx(want_norm, rel=1e-3, abs=1e-4)
-
-
-@pytest.mark.parametrize(("model", "layout", "kind"), RUNS)
-def test_losses_equal_the_cpu_run(model, layout, kind, npu, cpu):
-    dump, output = npu[model, layout, kind]
-    assert_equal_to_the_cpu_run(output, cpu[f"{model} {layout}"])
     assert (dump / "checkpoint" / "step-3" / ".metadata").is_file()
     report = dump / "conversion.json"
     if kind == "stock":
         assert not report.exists()
     else:
-        assert (
-            json.loads(report.read_text())["calls_per_forward"]["npu::npu_rms_norm"]
-            == (NORMS[model])
-        )
+        calls = json.loads(report.read_text())["calls_per_forward"]
+        assert calls["npu::npu_rms_norm"] == NORMS[model]
 
 
-@pytest.mark.parametrize(
-    ("model", "layout", "kind"),
-    [
-        ("llama3", "one rank", "converted"),
-        ("qwen3", "TP 2", "converted"),
-        ("deepseek_v3", "FSDP 2", "stock"),
-    ],
-)
-def test_a_torchrun_of_its_own_gives_the_same(
-    model,
-    layout,
-    kind,
-    seeds,
-    npu,
-    shared_options,
-    tmp_path,  # noqa: F811
-):
-    args = [*shared_options, *options(model, layout, kind), *from_seed(seeds[model])]
-    args += ["--metrics.disable_color_printing", "--job.dump_folder", str(tmp_path)]
-    output = torchrun(LAYOUTS[layout][0], "torchtitan.train", *args)
-    assert steps(output) == steps(npu[model, layout, kind][1])
-
-
-def test_a_resumed_job_goes_on_where_it_was(seeds, npu, shared_options, tmp_path):  # noqa: F811
-    run = "deepseek_v3", "FSDP 2", "converted"
-    args = [
-        *shared_options,
-        *options(*run),
-        *from_seed(seeds[run[0]]),
-        "--checkpoint.interval",
-        "2",
-    ]
-    args += ["--metrics.disable_color_printing", "--job.dump_folder", str(tmp_path)]
-    whole = steps(torchrun(2, "torchtitan.train", *args))
-    assert whole == steps(npu[run][1])
-    shutil.rmtree(tmp_path / "checkpoint" / "step-3")
-    output = torchrun(2, "torchtitan.train", *args)
-    assert steps(output) == {3: whole[3]}
-    assert (tmp_path / "checkpoint" / "step-3" / ".metadata").is_file()
+@pytest.mark.parametrize("run", [("deepseek_v3", "FSDP 2", "converted")], ids="-".join)
+def test_a_resumed_job_goes_on_where_it_was(run, npu, shared_options, tmp_path):  # noqa: F811
+    dump, output = npu[run][0], npu[run][1].result()
+    shutil.copytree(dump / "checkpoint" / "step-2", tmp_path / "checkpoint" / "step-2")
+    resumed = torchrun(run, [], shared_options, tmp_path)
+    assert steps(resumed) == {3: steps(output)[3]}
