@@ -62,8 +62,8 @@ def cpu(seeds, shared_options, tmp_path_factory):  # noqa: F811
         for model, folder in seeds.items()
     }  # fmt: skip
     for nproc in (1, 2):
-        # the router of deepseek_v3 makes of the sums of two ranks other choices than of one rank's:
-        # every layout has its own numbers
+        # every layout has its own numbers: the host's tensor parallelism gives the routers of
+        # deepseek_v3 another gradient than one rank, on any device
         train = {
             f"{model} {layout}": [
                 *options(model, layout), *from_seed(folder),
