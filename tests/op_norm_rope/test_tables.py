@@ -313,6 +313,13 @@ def test_convention_of_every_family(family):
     assert (found.mode, found.num_tensors, found.complex_cache, found.wide) == EXPECTED[family]
 
 
+def test_recognising_does_not_depend_on_the_default_device():
+    attention = type(models.build("qwen3", device="meta").layers["0"].attention)
+    with torch.device("meta"):
+        found = rotary_contract.__wrapped__(attention)
+    assert found == rotary_contract(attention)
+
+
 def apply_rotary_wrong_sign(x, cache):
     half = x.shape[-1] // 2
     cos, sin = cache[: x.shape[1], None, : 2 * half], cache[: x.shape[1], None, 2 * half :]

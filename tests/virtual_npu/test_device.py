@@ -93,7 +93,7 @@ def test_streams_and_events():
     torch.npu.synchronize()
     assert end.query()
     assert start.elapsed_time(end) >= 0
-    assert torch.equal(y.cpu(), torch.full((8,), 2.0))
+    assert y.tolist() == [2.0] * 8
 
 
 def test_devices_are_apart():
@@ -104,6 +104,24 @@ def test_devices_are_apart():
     assert torch.equal(x.to("npu:0").cpu(), x.cpu())
     with pytest.raises((RuntimeError, ValueError, AssertionError)):
         torch.npu.set_device(2)
+
+
+def test_tensors_of_two_devices_do_not_meet():
+    x, other = torch.ones(3, device="npu"), torch.ones(3, device="cpu")
+    for call in (
+        lambda: x + other,
+        lambda: x.add_(other),
+        lambda: torch.cat((x, other)),
+        lambda: torch.add(x, x, out=torch.empty(3, device="cpu")),
+        lambda: x + torch.ones(3, device="npu:1"),
+        lambda: npu.npu_rms_norm(x, other),
+        lambda: other[torch.tensor([0, 2], device="npu")],
+    ):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            call()
+    # numbers and indices may come from the CPU
+    assert (x * torch.tensor(2.0, device="cpu")).tolist() == [2.0] * 3
+    assert x[torch.tensor([0, 2], device="cpu")].device.type == "npu"
 
 
 # ---------------------------------------------------------------- kernels

@@ -31,6 +31,9 @@ _KEPT = {
 # other operators
 _COMPOSITE = ("one_hot", "fill_diagonal_", "slogdet")
 
+# indices may be on the CPU, as on every device
+_INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
+
 
 # ---------------------------------------------------------------- operators without a CPU twin
 
@@ -203,15 +206,25 @@ _MEMORY: dict[str, Callable[..., Any]] = {
 # ---------------------------------------------------------------- the rule for all others
 
 
-def _target(values: Any) -> torch.device | str:
-    """Device of a call's results: where its arguments are, or the device it names."""
-    named = "npu"
-    for value in tree_leaves(values):
-        if isinstance(value, Tensor) and value.device.type == "npu":
-            return value.device
-        if isinstance(value, torch.device) and value.type == "npu":
-            named = value
-    return named
+def _target(op: Any, values: Any) -> torch.device | str:
+    """Device of a call's results: where its arguments are, or the device it names.
+
+    Raises:
+        RuntimeError: If arguments are on several devices. Numbers may come from the CPU.
+    """
+    leaves = tree_leaves(values)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    where = next((t.device for t in tensors if t.device.type == "npu"), None)
+    if where is None:
+        named = (leaf for leaf in leaves if isinstance(leaf, torch.device) and leaf.type == "npu")
+        return next(named, "npu")
+    for tensor in tensors[:1] if op._opname in _INDEXED else tensors:
+        if tensor.device != where and tensor.dim():
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, "
+                f"{where} and {tensor.device}! (when calling {op})"
+            )
+    return where
 
 
 def _store(to: Tensor, result: Tensor) -> None:
@@ -239,6 +252,7 @@ def kernel(
     has_generator, draws = "generator" in names, random.is_random(op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        where = _target(op, (args, kwargs))
         cpu_args, cpu_kwargs = list(tree_map(alias, args)), dict(tree_map(alias, kwargs))
         given: dict[str, Any] = {}
         for i, name, is_out in written:
@@ -255,7 +269,6 @@ def kernel(
         else:
             result = call(*cpu_args, **cpu_kwargs)
         if not written:
-            where = _target((args, kwargs))
             return tree_map(lambda value: device(value, where), result)
         for _, name, is_out in written:
             if is_out:
@@ -268,7 +281,6 @@ def kernel(
         if all(r.alias_info is not None for r in schema.returns):
             outputs = tuple(given[name] for _, name, _ in written)[: len(schema.returns)]
             return outputs[0] if len(outputs) == 1 else outputs
-        where = _target((args, kwargs))
         return tree_map(lambda value: device(value, where), result)
 
     return run
