@@ -106,6 +106,24 @@ def test_devices_are_apart():
         torch.npu.set_device(2)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.empty_like, torch.zeros_like, torch.ones_like, torch.rand_like, torch.Tensor.to,
+        lambda x, device: torch.full_like(x, 2, device=device),
+        lambda x, device: x.new_empty(2, device=device),
+        lambda x, device: x.new_empty_strided((2, 2), (1, 2), device=device),
+        lambda x, device: x.new_ones(2, device=device),
+        lambda x, device: x.new_tensor([1.0], device=device),
+    ],
+)  # fmt: skip
+def test_other_devices_can_be_named_where_an_npu_tensor_is_the_model(make, device):
+    made = make(torch.ones(2, 3, device="npu"), device=device)
+    assert made.device.type == device
+    assert made.dtype == torch.float32
+
+
 def test_tensors_of_two_devices_do_not_meet():
     x, other = torch.ones(3, device="npu"), torch.ones(3, device="cpu")
     for call in (

@@ -87,6 +87,13 @@ _TWINS: dict[str, Callable[..., Any]] = {
 # ---------------------------------------------------------------- memory and copies
 
 
+def _unwritten(size: Any, stride: Any, dtype: Any, where: Any) -> Tensor:
+    # made from an npu tensor, it may still be for another device
+    if torch.device(where).type != "npu":
+        return torch.empty_strided(size, stride, dtype=dtype, device=where)
+    return poison(raw_empty(size, stride, dtype, where))
+
+
 def _empty(
     size: Any,
     *,
@@ -97,7 +104,7 @@ def _empty(
     memory_format: Any = None,
 ) -> Tensor:
     stride = torch.empty(size, device="meta", memory_format=memory_format).stride()
-    return poison(raw_empty(size, stride, dtype or torch.get_default_dtype(), device or "npu"))
+    return _unwritten(size, stride, dtype or torch.get_default_dtype(), device or "npu")
 
 
 def _empty_strided(
@@ -109,7 +116,7 @@ def _empty_strided(
     device: Any = None,
     pin_memory: Any = None,
 ) -> Tensor:
-    return poison(raw_empty(size, stride, dtype or torch.get_default_dtype(), device or "npu"))
+    return _unwritten(size, stride, dtype or torch.get_default_dtype(), device or "npu")
 
 
 def _copy_(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -141,7 +148,7 @@ def _to_copy(
     copied = aten._to_copy.default(
         host(x), dtype=dtype, device=torch.device("cpu"), memory_format=memory_format
     )
-    return _device(copied, target) if target.type == "npu" else copied
+    return _device(copied, target) if target.type == "npu" else copied.to(target)
 
 
 def _local_scalar_dense(x: Tensor) -> Any:
@@ -159,7 +166,7 @@ def _empty_like(
 ) -> Tensor:
     like = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
     stride = torch.empty_like(like, memory_format=memory_format).stride()
-    return poison(raw_empty(x.size(), stride, dtype or x.dtype, device or x.device))
+    return _unwritten(x.size(), stride, dtype or x.dtype, device or x.device)
 
 
 def _new_empty(
@@ -207,7 +214,7 @@ _MEMORY: dict[str, Callable[..., Any]] = {
 
 
 def _target(op: Any, values: Any) -> torch.device | str:
-    """Device of a call's results: where its arguments are, or the device it names.
+    """Device of a call's results: the one it names, or where its arguments are.
 
     Raises:
         RuntimeError: If arguments are on several devices. Numbers may come from the CPU.
@@ -215,16 +222,13 @@ def _target(op: Any, values: Any) -> torch.device | str:
     leaves = tree_leaves(values)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     where = next((t.device for t in tensors if t.device.type == "npu"), None)
-    if where is None:
-        named = (leaf for leaf in leaves if isinstance(leaf, torch.device) and leaf.type == "npu")
-        return next(named, "npu")
     for tensor in tensors[:1] if op._opname in _INDEXED else tensors:
-        if tensor.device != where and tensor.dim():
+        if where is not None and tensor.device != where and tensor.dim():
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but found at least two devices, "
                 f"{where} and {tensor.device}! (when calling {op})"
             )
-    return where
+    return next((leaf for leaf in leaves if isinstance(leaf, torch.device)), where or "npu")
 
 
 def _store(to: Tensor, result: Tensor) -> None:
