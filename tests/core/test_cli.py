@@ -181,3 +181,113 @@ def test_unreadable_toml_is_one_readable_error(tmp_path):
     result = run("train", str(path))
     assert result.exit_code == 1
     assert "cannot be read" in result.output
+
+
+# ---------------------------------------------------------------- virtual-npu
+
+
+@pytest.fixture
+def npu_wheel(tmp_path, monkeypatch):
+    """A torch and a torch_npu to be found, an empty cache, and a PATH that holds nothing."""
+    for package in ("torch", "torch_npu"):
+        (tmp_path / "site" / package / "lib").mkdir(parents=True)
+        (tmp_path / "site" / package / "__init__.py").write_text("raise AssertionError\n")
+    (tmp_path / "site" / "torch_npu" / "lib" / "libtorch_npu.so").write_text("x")
+    (tmp_path / "bin").mkdir()
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setenv("TORCHTITAN_NPU_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def write_program(folder, name, text):
+    (folder / "bin" / name).write_text(f"#!/bin/sh\n{text}\n")
+    (folder / "bin" / name).chmod(0o755)
+
+
+@pytest.mark.parametrize(("present", "missing"), [((), "gcc"), (("gcc",), "nm")])
+def test_virtual_npu_without_a_compiler_names_what_is_missing(npu_wheel, present, missing):
+    for name in present:
+        write_program(npu_wheel, name, "exit 0")
+    result = run("virtual-npu", "--", "python")
+    assert result.exit_code == 1
+    assert f"torchtitan-npu: A virtual NPU needs {missing} to build" in result.stderr
+    assert "apt-get install gcc binutils" in result.stderr
+    # nothing half made is found by the next call
+    assert not list((npu_wheel / "cache").iterdir())
+
+
+def test_virtual_npu_shows_what_the_compiler_said(npu_wheel):
+    write_program(npu_wheel, "nm", "exit 0")
+    write_program(npu_wheel, "gcc", "echo no space left >&2; exit 3")
+    result = run("virtual-npu", "--", "python")
+    assert result.exit_code == 1
+    assert "Building the virtual NPU failed" in result.stderr
+    assert "ended with 3:\nno space left" in result.stderr
+    assert not list((npu_wheel / "cache").iterdir())
+
+
+def test_virtual_npu_without_torch_npu_says_how_to_get_it(monkeypatch):
+    from torchtitan_npu_core.testing.virtual_npu import stubs
+
+    monkeypatch.setattr(stubs.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(stubs, "installed_version", lambda name: "2.12.1+cpu")
+    result = run("virtual-npu", "--", "python")
+    assert result.exit_code == 1
+    assert "torchtitan-npu: A virtual NPU runs the real torch_npu" in result.stderr
+    assert "pip install --no-deps torch-npu==2.12.1\n" in result.stderr
+
+
+def test_virtual_npu_that_cannot_write_its_cache_names_the_variable(npu_wheel, monkeypatch):
+    (npu_wheel / "file").write_text("")
+    monkeypatch.setenv("TORCHTITAN_NPU_CACHE", str(npu_wheel / "file"))
+    result = run("virtual-npu", "--", "python")
+    assert result.exit_code == 1
+    assert "Set TORCHTITAN_NPU_CACHE" in result.stderr
+
+
+@pytest.fixture
+def built(tmp_path, monkeypatch):
+    """Stand-ins that are there already."""
+    from torchtitan_npu_core.testing.virtual_npu import stubs
+
+    monkeypatch.setattr(stubs, "build", lambda: tmp_path)
+    return tmp_path
+
+
+def test_virtual_npu_names_a_program_that_is_not_there(built):
+    result = run("virtual-npu", "--", "no-such-program", "--flag")
+    assert result.exit_code == 1
+    assert result.stderr == "torchtitan-npu: no program 'no-such-program' on PATH\n"
+
+
+def test_virtual_npu_json_is_the_environment(built, monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/mine")
+    monkeypatch.setenv("TORCHTITAN_NPU_TARGET_DEVICE", "a3")
+    found = json.loads(run("virtual-npu", "--device", "950", "--devices", "3", "--json").stdout)
+    assert found["kind"] == "virtual-npu"
+    assert found["set"]["LD_LIBRARY_PATH"] == f"{built / 'lib'}:/mine"
+    assert found["set"]["TORCHTITAN_NPU_VIRTUAL_FAMILY"] == "950"
+    assert found["set"]["TORCHTITAN_NPU_VIRTUAL_DEVICES"] == "3"
+    # the device says what it is
+    assert found["unset"] == ["TORCHTITAN_NPU_TARGET_DEVICE"]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        ((), "virtual-npu -- python job.py"),
+        (("--",), "virtual-npu -- python job.py"),
+        (("--device", "a9", "--", "python"), "'a2', 'a3', '950'"),
+        (("--devices", "0", "--", "python"), "1<=x<=64"),
+        (("--devices", "65", "--", "python"), "1<=x<=64"),
+        (("--devices", "two", "--", "python"), "'two'"),
+    ],
+)
+def test_wrong_usage_of_virtual_npu_is_exit_2(args, words, monkeypatch):
+    from torchtitan_npu_core.testing.virtual_npu import stubs
+
+    monkeypatch.setattr(stubs, "build", lambda: pytest.fail("built for a wrong command line"))
+    result = run("virtual-npu", *args)
+    assert result.exit_code == 2
+    assert words in result.stderr

@@ -49,8 +49,9 @@ def materialise(model, seed=0):
     torch.manual_seed(seed)
     with torch.no_grad():
         model.init_weights(buffer_device=torch.device("cpu"))
-    # gpt_oss builds its blocks in bfloat16 whatever the training dtype
-    return model.float()
+    # the same numbers on every device, so drawn on the CPU; gpt_oss builds its blocks in bfloat16
+    # whatever the training dtype
+    return model.float().to(torch.get_default_device())
 
 
 def call_kwargs(model, family, tokens):

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 
 import pytest
 import torch
@@ -9,6 +10,9 @@ import torch
 from tests.op_norm_rope import models
 from torchtitan_npu_core.apply import convert_model
 from torchtitan_npu_core.probe import OperatorProbe
+
+# torch_npu copies through torch's old storages
+pytestmark = pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 
 BOTH = ["npu_rms_norm", "npu_rope"]
 SUBSETS = [["npu_rms_norm"], ["npu_rope"], BOTH]
@@ -71,7 +75,9 @@ def test_counts_and_operator_calls_follow_from_the_layers(family, plugins):
     assert len(result.replaced["npu_rope"]) == attentions
     with OperatorProbe() as probe:
         models.run(model, family)
-    assert probe.counts == {
+    # torch_npu computes more than these with operators of its own
+    counted = {name: n for name, n in probe.counts.items() if re.search("rms_norm|rotary", name)}
+    assert counted == {
         "npu::npu_rms_norm": norms,
         "npu::npu_rms_norm_backward": norms,
         "npu::npu_rotary_mul": rotations,

@@ -46,7 +46,7 @@ def test_rms_norm_matches_the_formula(shape, gamma_shape, eps):
     seed=st.integers(0, 100),
 )
 def test_rms_norm_property_float32(rows, width, scale, seed):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     x = torch.randn(rows, width, generator=generator) * scale
     gamma = torch.randn(width, generator=generator)
     y, rstd = reference.rms_norm(x, gamma, 1e-6)
@@ -115,7 +115,7 @@ def test_rotary_matches_the_formula(shape, table, mode, alike):
     seed=st.integers(0, 100),
 )
 def test_rotary_property_keeps_the_norm_of_every_pair(batch, length, heads, half, mode, seed):
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
     x = torch.randn(batch, length, heads, 2 * half, generator=generator, dtype=torch.float64)
     angle = torch.randn(1, length, 1, half, generator=generator, dtype=torch.float64)
     wide = angle.repeat_interleave(2, -1) if mode == "interleave" else torch.cat((angle, angle), -1)

@@ -78,7 +78,7 @@ def test_tables_follow_the_buffer(family, how, plugins):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_positions_equal_stock_never_row_0_for_all(family, positions, dtype, plugins):
     (model, tables), stock = converted(family, plugins), models.build(family)
-    positions = positions.to(dtype)
+    positions = positions.to(torch.get_default_device(), dtype)
     # per row, the unconverted model gathers, which takes int64 only
     want = models.run(stock, family, positions=positions.long())
     models.assert_alike(models.run(model, family, positions=positions), want, 1e-5)
@@ -211,12 +211,13 @@ def test_table_computed_from_the_models_own_is_not_taken_for_a_copy(plugins):
 @pytest.mark.filterwarnings("ignore:Mismatch dtype")
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("with_positions", [False, True])
-def test_forward_in_inference_mode_does_not_spoil_training(family, with_positions, plugins):
+def test_forward_in_inference_mode_does_not_spoil_training(family, with_positions, plugins, device):
     (model, _), stock = converted(family, plugins), models.build(family)
     positions = torch.stack((torch.arange(16) % 5, torch.arange(16) % 11))
     kwargs = {"positions": positions} if with_positions else {}
     for dtype in (torch.float32, torch.bfloat16):
-        with torch.inference_mode(), torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        autocast = torch.autocast(device, dtype, enabled=dtype != torch.float32)
+        with torch.inference_mode(), autocast:
             model(models.tokens_for(), **kwargs)
     models.assert_alike(
         models.run(model, family, **kwargs), models.run(stock, family, **kwargs), 1e-5
@@ -224,13 +225,15 @@ def test_forward_in_inference_mode_does_not_spoil_training(family, with_position
 
 
 @pytest.mark.parametrize("write", ["inference", "data", "numpy", "in place"])
-def test_positions_written_between_forwards_are_read_again(write, plugins):
+def test_positions_written_between_forwards_are_read_again(write, plugins, device):
+    if write == "numpy" and device != "cpu":
+        pytest.skip("numpy shares memory with the CPU only")
     (model, _), stock = converted("qwen3", plugins), models.build("qwen3")
     tokens = models.tokens_for()
     outs = []
     for m in (model, stock):
         with torch.inference_mode(write == "inference"):
-            array = torch.zeros(2, 16, dtype=torch.int64).numpy().copy()
+            array = torch.zeros(2, 16, dtype=torch.int64, device="cpu").numpy().copy()
             positions = torch.from_numpy(array) if write == "numpy" else torch.tensor(array)
             m(tokens, positions=positions)
             new = torch.arange(16).expand(2, -1)
@@ -311,6 +314,13 @@ def test_convention_of_every_family(family):
     found = rotary_contract(attention)
     assert isinstance(found, RotaryContract)
     assert (found.mode, found.num_tensors, found.complex_cache, found.wide) == EXPECTED[family]
+
+
+def test_recognising_does_not_depend_on_the_default_device():
+    attention = type(models.build("qwen3", device="meta").layers["0"].attention)
+    with torch.device("meta"):
+        found = rotary_contract.__wrapped__(attention)
+    assert found == rotary_contract(attention)
 
 
 def apply_rotary_wrong_sign(x, cache):

@@ -93,7 +93,7 @@ def test_streams_and_events():
     torch.npu.synchronize()
     assert end.query()
     assert start.elapsed_time(end) >= 0
-    assert torch.equal(y.cpu(), torch.full((8,), 2.0))
+    assert y.tolist() == [2.0] * 8
 
 
 def test_devices_are_apart():
@@ -104,6 +104,42 @@ def test_devices_are_apart():
     assert torch.equal(x.to("npu:0").cpu(), x.cpu())
     with pytest.raises((RuntimeError, ValueError, AssertionError)):
         torch.npu.set_device(2)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.empty_like, torch.zeros_like, torch.ones_like, torch.rand_like, torch.Tensor.to,
+        lambda x, device: torch.full_like(x, 2, device=device),
+        lambda x, device: x.new_empty(2, device=device),
+        lambda x, device: x.new_empty_strided((2, 2), (1, 2), device=device),
+        lambda x, device: x.new_ones(2, device=device),
+        lambda x, device: x.new_tensor([1.0], device=device),
+    ],
+)  # fmt: skip
+def test_other_devices_can_be_named_where_an_npu_tensor_is_the_model(make, device):
+    made = make(torch.ones(2, 3, device="npu"), device=device)
+    assert made.device.type == device
+    assert made.dtype == torch.float32
+
+
+def test_tensors_of_two_devices_do_not_meet():
+    x, other = torch.ones(3, device="npu"), torch.ones(3, device="cpu")
+    for call in (
+        lambda: x + other,
+        lambda: x.add_(other),
+        lambda: torch.cat((x, other)),
+        lambda: torch.add(x, x, out=torch.empty(3, device="cpu")),
+        lambda: x + torch.ones(3, device="npu:1"),
+        lambda: npu.npu_rms_norm(x, other),
+        lambda: other[torch.tensor([0, 2], device="npu")],
+    ):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            call()
+    # numbers and indices may come from the CPU
+    assert (x * torch.tensor(2.0, device="cpu")).tolist() == [2.0] * 3
+    assert x[torch.tensor([0, 2], device="cpu")].device.type == "npu"
 
 
 # ---------------------------------------------------------------- kernels

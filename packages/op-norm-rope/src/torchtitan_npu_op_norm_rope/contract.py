@@ -107,7 +107,9 @@ def _examine(
     calls = _loads(forward, name)
     if _loads(forward, cache_name) != calls or calls == 0:
         return refuse(f"forward uses {cache_name} for something else than {name}")
-    probed = _probe(function, num_tensors, bool(rest))
+    # whatever the caller's default device is: numbers are compared, and the answer is kept
+    with torch.device("cpu"):
+        probed = _probe(function, num_tensors, bool(rest))
     if probed is None:
         return refuse(
             f"{where} computes neither the interleaved nor the half-split rotation of its input"

@@ -31,6 +31,9 @@ _KEPT = {
 # other operators
 _COMPOSITE = ("one_hot", "fill_diagonal_", "slogdet")
 
+# indices may be on the CPU, as on every device
+_INDEXED = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
+
 
 # ---------------------------------------------------------------- operators without a CPU twin
 
@@ -84,6 +87,13 @@ _TWINS: dict[str, Callable[..., Any]] = {
 # ---------------------------------------------------------------- memory and copies
 
 
+def _unwritten(size: Any, stride: Any, dtype: Any, where: Any) -> Tensor:
+    # made from an npu tensor, it may still be for another device
+    if torch.device(where).type != "npu":
+        return torch.empty_strided(size, stride, dtype=dtype, device=where)
+    return poison(raw_empty(size, stride, dtype, where))
+
+
 def _empty(
     size: Any,
     *,
@@ -94,7 +104,7 @@ def _empty(
     memory_format: Any = None,
 ) -> Tensor:
     stride = torch.empty(size, device="meta", memory_format=memory_format).stride()
-    return poison(raw_empty(size, stride, dtype or torch.get_default_dtype(), device or "npu"))
+    return _unwritten(size, stride, dtype or torch.get_default_dtype(), device or "npu")
 
 
 def _empty_strided(
@@ -106,7 +116,7 @@ def _empty_strided(
     device: Any = None,
     pin_memory: Any = None,
 ) -> Tensor:
-    return poison(raw_empty(size, stride, dtype or torch.get_default_dtype(), device or "npu"))
+    return _unwritten(size, stride, dtype or torch.get_default_dtype(), device or "npu")
 
 
 def _copy_(to: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -138,7 +148,7 @@ def _to_copy(
     copied = aten._to_copy.default(
         host(x), dtype=dtype, device=torch.device("cpu"), memory_format=memory_format
     )
-    return _device(copied, target) if target.type == "npu" else copied
+    return _device(copied, target) if target.type == "npu" else copied.to(target)
 
 
 def _local_scalar_dense(x: Tensor) -> Any:
@@ -156,7 +166,7 @@ def _empty_like(
 ) -> Tensor:
     like = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
     stride = torch.empty_like(like, memory_format=memory_format).stride()
-    return poison(raw_empty(x.size(), stride, dtype or x.dtype, device or x.device))
+    return _unwritten(x.size(), stride, dtype or x.dtype, device or x.device)
 
 
 def _new_empty(
@@ -203,15 +213,22 @@ _MEMORY: dict[str, Callable[..., Any]] = {
 # ---------------------------------------------------------------- the rule for all others
 
 
-def _target(values: Any) -> torch.device | str:
-    """Device of a call's results: where its arguments are, or the device it names."""
-    named = "npu"
-    for value in tree_leaves(values):
-        if isinstance(value, Tensor) and value.device.type == "npu":
-            return value.device
-        if isinstance(value, torch.device) and value.type == "npu":
-            named = value
-    return named
+def _target(op: Any, values: Any) -> torch.device | str:
+    """Device of a call's results: the one it names, or where its arguments are.
+
+    Raises:
+        RuntimeError: If arguments are on several devices. Numbers may come from the CPU.
+    """
+    leaves = tree_leaves(values)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    where = next((t.device for t in tensors if t.device.type == "npu"), None)
+    for tensor in tensors[:1] if op._opname in _INDEXED else tensors:
+        if where is not None and tensor.device != where and tensor.dim():
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, "
+                f"{where} and {tensor.device}! (when calling {op})"
+            )
+    return next((leaf for leaf in leaves if isinstance(leaf, torch.device)), where or "npu")
 
 
 def _store(to: Tensor, result: Tensor) -> None:
@@ -239,6 +256,7 @@ def kernel(
     has_generator, draws = "generator" in names, random.is_random(op)
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        where = _target(op, (args, kwargs))
         cpu_args, cpu_kwargs = list(tree_map(alias, args)), dict(tree_map(alias, kwargs))
         given: dict[str, Any] = {}
         for i, name, is_out in written:
@@ -255,7 +273,6 @@ def kernel(
         else:
             result = call(*cpu_args, **cpu_kwargs)
         if not written:
-            where = _target((args, kwargs))
             return tree_map(lambda value: device(value, where), result)
         for _, name, is_out in written:
             if is_out:
@@ -268,7 +285,6 @@ def kernel(
         if all(r.alias_info is not None for r in schema.returns):
             outputs = tuple(given[name] for _, name, _ in written)[: len(schema.returns)]
             return outputs[0] if len(outputs) == 1 else outputs
-        where = _target((args, kwargs))
         return tree_map(lambda value: device(value, where), result)
 
     return run

@@ -1,7 +1,7 @@
 """Dense attention as ``npu_fusion_attention_v3``, which torch_npu calls for torch's own attention.
 
-``out = softmax(scale * query @ key.T, mask) @ value`` with the softmax in float32. A mask marks what
-is left out. Forms that plain torch code does not lead to are refused.
+``out = softmax(scale * query @ key.T, mask) @ value`` with the softmax in float32. A mask marks
+what is left out. Forms that plain torch code does not lead to are refused.
 
 Source: op-plugin docs, torch_npu-npu_fusion_attention.
 """

@@ -25,11 +25,12 @@ def host(value: Any) -> Any:
 def _alias(tensor: Tensor) -> Tensor:
     storage = tensor.untyped_storage()
     if storage.nbytes() == 0:
-        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="cpu")
     memory = torch._C._construct_storage_from_data_pointer(
         storage.data_ptr(), torch.device("cpu"), storage.nbytes()
     )
-    alias = torch.empty(0, dtype=tensor.dtype)
+    # torch calls kernels from C++ too, where the caller's default device still counts
+    alias = torch.empty(0, dtype=tensor.dtype, device="cpu")
     alias.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[arg-type]
     if tensor.is_conj():
         alias = alias.conj()
@@ -51,8 +52,13 @@ def raw_empty(
 
 
 def device(value: Any, like: torch.device | str = "npu") -> Any:
-    """New npu tensor with the values and layout of a CPU tensor; others unchanged."""
+    """New npu tensor with the values and layout of a CPU tensor; others unchanged.
+
+    So is a CPU tensor if ``like`` is not an npu device.
+    """
     if not isinstance(value, Tensor) or value.device.type != "cpu":
+        return value
+    if torch.device(like).type != "npu":
         return value
     value = value.resolve_conj().resolve_neg()
     stride = value.stride()
