@@ -52,11 +52,10 @@ def _no_limits() -> Iterator[None]:
         yield
 
 
-def _truth(function: Callable[..., Any], call: Call, *leading: Any) -> tuple[Any, ...]:
-    """Results of a formula, computed on the CPU wherever the call is."""
+def _formula(case: OperatorCase, call: Call) -> tuple[Tensor, ...]:
+    # on the CPU wherever the call is: formulas are plain loops
     with torch.device("cpu"), torch.no_grad():
-        found = call.to("cpu").run(functools.partial(function, *leading))
-    return found
+        return call.to("cpu").run(case.formula)
 
 
 def _require_grad(call: Call, asked: Sequence[int] | None = None) -> Call:
@@ -70,7 +69,7 @@ def _require_grad(call: Call, asked: Sequence[int] | None = None) -> Call:
 
 
 def _backward(
-    case: OperatorCase, function: Callable[..., Any], call: Call
+    function: Callable[..., Any], call: Call
 ) -> tuple[tuple[Tensor, ...], list[Tensor | None], tuple[Tensor, ...]]:
     """Outputs, gradients of the floating-point arguments, and what the backward started from."""
     outputs = call.run(function)
@@ -131,7 +130,7 @@ def check_gradients(case: OperatorCase, label: str) -> None:
         if len(asked) == 1 and want and want[asked[0]] is None:
             continue  # an input without derivative
         with _no_limits():
-            outputs, got, begin = _backward(case, case.overload, _require_grad(call, asked))
+            outputs, got, begin = _backward(case.overload, _require_grad(call, asked))
         found = _differentiable(outputs)
         checking.holds(found == case.differentiable, "its outputs have gradients", str(found))
         want = want or _true_gradients(case, begin, call)
@@ -183,39 +182,173 @@ def check_gradient_formula(case: OperatorCase, label: str) -> None:
 
 def check_low_precision(case: OperatorCase, label: str) -> None:
     """Outputs and gradients in float16 and bfloat16 are within the budget, and near stock's."""
-    for dtype in case.dtypes:
-        if torch.finfo(dtype).bits >= 32:
-            continue
+    for dtype in (d for d in case.dtypes if d.is_floating_point and d.itemsize < 4):
         checking, call = _Checking(case, label, dtype), case.call(label, dtype)
-        ours, truth = _low_precision(case, case.overload, call)
-        stock = _low_precision(case, case.stock, call)[0] if case.stock else {}
-        for name, got in ours.items():
-            eps = torch.finfo(got.dtype if name.startswith("output") else dtype).eps
+        got, truth = _results(case, call)
+        stock = _stock_results(case, call)
+        for name, value in got.items():
+            want, eps = truth[name], torch.finfo(value.dtype).eps
+            value = value.detach().double().cpu()
             checking.holds(
-                torch.equal(got.isnan().cpu(), truth[name].isnan()), f"{name} is NaN where it is"
+                torch.equal(value.isnan(), want.isnan()), f"{name} is NaN where the formula is"
             )
-            units = _units_off(got, truth[name], eps)
-            checking.holds(units <= case.budget, f"{name} is within the budget", f"{units:.2f}")
+            value, want = value.nan_to_num(), want.nan_to_num()
+            units = _units_off(value, want, eps)
+            checking.holds(units <= case.budget, f"{name} is within its budget", f"{units:.2f}")
             if name in stock:
-                allowed = 2 * _distance(stock[name], truth[name]) + eps / 100
-                error = _distance(got, truth[name])
-                checking.holds(
-                    error <= allowed, f"{name} is near stock's", f"{error:.2g} > {allowed:.2g}"
-                )
+                error = float((value - want).norm())
+                allowed = float((stock[name].double().cpu() - want).norm())
+                allowed = 2 * allowed + eps / 100 * float(want.norm())
+                detail = f"{error:.2g} is more than {allowed:.2g}"
+                checking.holds(error <= allowed, f"{name} is as exact as stock's", detail)
 
 
-def _low_precision(
-    case: OperatorCase, function: Callable[..., Any], call: Call
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Outputs and gradients by name, and the same from the formulas."""
-    names = [f"output {i}" for i in (case.differentiable if function is case.stock else itertools.count())]
+def _named(
+    outputs: Mapping[int, Tensor], gradients: Sequence[Tensor | None] = ()
+) -> dict[str, Tensor]:
+    named = {f"output {i}": t for i, t in outputs.items() if t.is_floating_point()}
+    return named | {f"gradient {i}": t for i, t in enumerate(gradients) if t is not None}
+
+
+def _results(case: OperatorCase, call: Call) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Outputs and gradients of the operator by name, and those of the formulas."""
+    want = dict(enumerate(_formula(case, call)))
+    with _no_limits():
+        if case.gradients is None:
+            with torch.no_grad():
+                return _named(dict(enumerate(call.run(case.overload)))), _named(want)
+        outputs, gradients, begin = _backward(case.overload, _require_grad(call))
+    return (
+        _named(dict(enumerate(outputs)), gradients),
+        _named(want, _true_gradients(case, begin, call)),
+    )
+
+
+def _stock_results(case: OperatorCase, call: Call) -> dict[str, Tensor]:
+    if case.stock is None:
+        return {}
+    if case.gradients is None:
+        return _named(dict(zip(case.differentiable, call.run(case.stock), strict=True)))
+    outputs, gradients, _ = _backward(case.stock, _require_grad(call))
+    positions = dict(zip(case.differentiable, (o.detach() for o in outputs), strict=True))
+    return _named(positions, gradients)
 
 
 def _units_off(got: Tensor, truth: Tensor, eps: float) -> float:
     """Largest error in units in the last place, beyond what float32 leaves of cancelling sums."""
     if truth.numel() == 0:
         return 0.0
-    got, truth = got.detach().double().cpu().nan_to_num(), truth.nan_to_num()
-    unit = torch.ldexp(torch.tensor(eps, dtype=torch.float64), truth.frexp().exponent - 1)
+    unit = torch.ldexp(torch.full_like(truth, eps), truth.frexp().exponent - 1)
     noise = 32 * torch.finfo(torch.float32).eps * truth.abs().max()
     return float((((got - truth).abs() - noise).clamp_min(0) / unit).max())
+
+
+# ---------------------------------------------------------------- what the dispatcher needs
+
+
+def described(tensor: Tensor) -> tuple[Any, ...]:
+    """Shape, dtype and the strides that mean something."""
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    strides = tuple(s for n, s in pairs if n > 1) if tensor.numel() else ()
+    return tuple(tensor.shape), tensor.dtype, strides
+
+
+def check_fake(case: OperatorCase, label: str) -> None:
+    """The fake kernel gives as many outputs as the kernel, of the same shapes, dtypes, strides."""
+    kernels = case.implementation()
+    for dtype in case.dtypes:
+        call = case.call(label, dtype)
+        with torch.no_grad():
+            real = [described(t) for t in call.run(kernels.reference)]
+            fake = [described(t) for t in call.to("meta").run(kernels.fake)]
+        promise = "its fake kernel describes what its kernel returns"
+        _Checking(case, label, dtype).holds(real == fake, promise, f"{fake}, really {real}")
+
+
+def check_opcheck(case: OperatorCase, label: str) -> None:
+    """``torch.library.opcheck`` has nothing to say."""
+    dtype = torch.float32 if torch.float32 in case.dtypes else case.dtypes[0]
+    call = case.call(label, dtype)
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")
+    if case.gradients is not None:
+        call = _require_grad(call)
+    with _no_limits():
+        plain = [t.detach() for t in call.run(case.overload)]
+        asks = case.gradients is None and any(t.requires_grad for t in call.floating)
+        if not asks and not any(t.isnan().any() for t in plain):
+            # it runs backward where an input wants a gradient, and takes no NaN for equal
+            tests += ("test_aot_dispatch_dynamic",)
+        try:
+            torch.library.opcheck(case.overload, call.args, call.kwargs, test_utils=tests)
+        except Exception as error:
+            _Checking(case, label, dtype).holds(False, "opcheck accepts it", str(error))
+
+
+# ---------------------------------------------------------------- all of them
+
+CHECKS: dict[str, Callable[[OperatorCase, str], None]] = {
+    "formula": check_formula,
+    "gradients": check_gradients,
+    "gradient-formula": check_gradient_formula,
+    "low-precision": check_low_precision,
+    "fake": check_fake,
+    "opcheck": check_opcheck,
+}
+"""Checks by the name they have in test ids and in ``Mutation.caught_by``."""
+
+
+def check_mutation(case: OperatorCase, mutation: Mutation) -> None:
+    """The check a mutation names fails on a copy of the operator that has the mutation.
+
+    Raises:
+        PromiseError: If that check passes for every label.
+    """
+    mutant = _mutant(case, mutation)
+    for label in case.inputs:
+        try:
+            CHECKS[mutation.caught_by](mutant, label)
+        except PromiseError:
+            return
+    promise = f"{case.operator}: check {mutation.caught_by!r} notices {mutation.name!r}"
+    raise PromiseError(promise, f"it passes for {', '.join(case.inputs)}")
+
+
+_numbers = itertools.count()
+
+
+def _mutant(case: OperatorCase, mutation: Mutation) -> OperatorCase:
+    known = case.registered()
+    # an operator of its own, with the same schema: the right one stays as it is
+    spec = replace(known.spec, name=f"torchtitan_npu_mutant_{next(_numbers)}::{case.base}")
+    kernels = replace(known.kernels, **mutation.kernels)
+    operators._define(spec, kernels)
+    return replace(case, operator=spec.name, kernels=kernels)
+
+
+def operator_checks(
+    cases: Sequence[OperatorCase], checks: Mapping[str, Callable[..., None]] = CHECKS
+) -> list[Any]:
+    """Parameters for a test that calls them, e.g. with id ``npu_rms_norm-formula-split-view``.
+
+    Args:
+        cases: What to check.
+        checks: Checks by name. One that takes a label runs for every label of a case. With the
+            default, every mutation is tried too.
+    """
+    import pytest
+
+    found = []
+    for case in cases:
+        for name, check in checks.items():
+            if check is check_gradient_formula and case.gradients is None:
+                continue
+            if len(inspect.signature(check).parameters) == 1:
+                found.append(pytest.param(functools.partial(check, case), id=f"{case.base}-{name}"))
+                continue
+            for label in case.inputs:
+                bound = functools.partial(check, case, label)
+                found.append(pytest.param(bound, id=f"{case.base}-{name}-{label}"))
+        for mutation in case.mutations if checks is CHECKS else ():
+            bound = functools.partial(check_mutation, case, mutation)
+            found.append(pytest.param(bound, id=f"{case.base}-mutation-{mutation.name}"))
+    return found

@@ -10,15 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torchtitan_npu_core.loading import discover_and_load
-from torchtitan_npu_core.operators import (
-    OperatorKernels,
-    RegisteredOperator,
-    declared_specs,
-    register_operator,
-    registered_operators,
-)
-from torchtitan_npu_core.testing.checks import PromiseError
+from torchtitan_npu_core.operators import OperatorKernels, RegisteredOperator
+from torchtitan_npu_core.testing.checks import registered_operator
 
 DERIVATIVES = {
     "A": "the operator has a derivative",
@@ -159,21 +152,3 @@ class OperatorCase:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return self.inputs[label](dtype)
-
-
-def registered_operator(name: str) -> RegisteredOperator:
-    """Make an operator callable that an installed plugin declares.
-
-    Raises:
-        PromiseError: If no loaded plugin does.
-    """
-    known = registered_operators().get(name)
-    if known is not None:
-        return known
-    plugins = discover_and_load()
-    declared = declared_specs(plugins)
-    if name not in declared:
-        problems = "; ".join(plugins.problems)
-        detail = f"{name!r}, declared: {', '.join(sorted(declared))}. {problems}"
-        raise PromiseError("the operator is declared by a loaded plugin", detail)
-    return register_operator(declared[name])
