@@ -5,7 +5,7 @@ import math
 import torch
 
 
-def rms_norm(x, gamma, eps):
+def rms_norm(x, gamma, eps=1e-6):
     """y and rstd, float64."""
     width = gamma.numel()
     rows = x.double().reshape(-1, width)

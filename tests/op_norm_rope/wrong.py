@@ -213,7 +213,7 @@ def unrounded_tables(x, cos, sin, mode="half", matrix=None):
 
 
 def backward_without_transpose(ctx, grad):
-    x, cos, sin = ctx.saved_tensors
+    _, cos, sin = ctx.saved_tensors
     _, dcos, dsin, *rest = ops._backward_rotary_mul(ctx, grad)
     return npu.npu_rotary_mul(grad, cos, sin, ctx.rotary_mode), dcos, dsin, *rest
 

@@ -25,7 +25,7 @@ _MODULES = {
     "OperatorCase": "operator_cases",
     "Call": "operator_cases",
     "Mutation": "operator_cases",
-    "operator_checks": "case_checks",
+    "operator_checks": "case_suite",
     "write_distribution": "distributions",
 }
 
