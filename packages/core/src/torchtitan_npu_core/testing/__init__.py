@@ -16,6 +16,7 @@ __all__ = [
     "Call",
     "Mutation",
     "operator_checks",
+    "CONTRACT_CHECKS",
     "write_distribution",
 ]
 
@@ -26,6 +27,7 @@ _MODULES = {
     "Call": "operator_cases",
     "Mutation": "operator_cases",
     "operator_checks": "case_suite",
+    "CONTRACT_CHECKS": "contract_checks",
     "write_distribution": "distributions",
 }
 

@@ -40,7 +40,7 @@ class _Checking:
 
 
 @contextmanager
-def _no_limits() -> Iterator[None]:
+def no_limits() -> Iterator[None]:
     # which families take a call is no subject here
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".* would be refused on device family")
@@ -53,7 +53,7 @@ def _formula(case: OperatorCase, call: Call) -> tuple[Tensor, ...]:
         return call.to("cpu").run(case.formula)
 
 
-def _require_grad(call: Call, asked: Sequence[int] | None = None) -> Call:
+def require_grad(call: Call, asked: Sequence[int] | None = None) -> Call:
     """The same call, with gradients wanted for all floating-point tensors or for some."""
     return call.with_floating(
         [
@@ -101,7 +101,7 @@ def check_formula(case: OperatorCase, label: str) -> None:
         checking, call = _Checking(case, label, dtype), case.call(label, dtype)
         # devices take no float64, the reference kernel does
         function = case.implementation().reference if dtype == torch.float64 else case.overload
-        with _no_limits(), torch.no_grad():
+        with no_limits(), torch.no_grad():
             got = call.run(function)
         want = _formula(case, call)
         checking.holds(len(got) == len(want), f"it has {len(want)} outputs", f"{len(got)}")
@@ -117,15 +117,15 @@ def check_gradients(case: OperatorCase, label: str) -> None:
     dtype = torch.float32 if torch.float32 in case.dtypes else case.dtypes[0]
     checking, call = _Checking(case, label, dtype), case.call(label, dtype)
     if case.gradients is None:
-        _check_backward_raises(case, checking, _require_grad(call))
+        _check_backward_raises(case, checking, require_grad(call))
         return
     every = range(len(call.floating))
     want: Sequence[Tensor | None] = ()
     for asked in (every, *([i] for i in every if len(every) > 1)):
         if len(asked) == 1 and want and want[asked[0]] is None:
             continue  # an input without derivative
-        with _no_limits():
-            outputs, got, begin = _backward(case.overload, _require_grad(call, asked))
+        with no_limits():
+            outputs, got, begin = _backward(case.overload, require_grad(call, asked))
         found = _differentiable(outputs)
         checking.holds(found == case.differentiable, "its outputs have gradients", str(found))
         want = want or _true_gradients(case, begin, call)
@@ -138,7 +138,7 @@ def check_gradients(case: OperatorCase, label: str) -> None:
 
 
 def _check_backward_raises(case: OperatorCase, checking: _Checking, call: Call) -> None:
-    with _no_limits():
+    with no_limits():
         outputs = call.run(case.overload)
     try:
         torch.autograd.backward([o.sum() for o in outputs if o.requires_grad])
@@ -208,11 +208,11 @@ def _named(
 def _results(case: OperatorCase, call: Call) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Outputs and gradients of the operator by name, and those of the formulas."""
     want = dict(enumerate(_formula(case, call)))
-    with _no_limits():
+    with no_limits():
         if case.gradients is None:
             with torch.no_grad():
                 return _named(dict(enumerate(call.run(case.overload)))), _named(want)
-        outputs, gradients, begin = _backward(case.overload, _require_grad(call))
+        outputs, gradients, begin = _backward(case.overload, require_grad(call))
     return (
         _named(dict(enumerate(outputs)), gradients),
         _named(want, _true_gradients(case, begin, call)),
@@ -224,7 +224,7 @@ def _stock_results(case: OperatorCase, call: Call) -> dict[str, Tensor]:
         return {}
     if case.gradients is None:
         return _named(dict(zip(case.differentiable, call.run(case.stock), strict=True)))
-    outputs, gradients, _ = _backward(case.stock, _require_grad(call))
+    outputs, gradients, _ = _backward(case.stock, require_grad(call))
     positions = dict(zip(case.differentiable, (o.detach() for o in outputs), strict=True))
     return _named(positions, gradients)
 
@@ -266,8 +266,8 @@ def check_opcheck(case: OperatorCase, label: str) -> None:
     call = case.call(label, dtype)
     tests = ("test_schema", "test_faketensor", "test_autograd_registration")
     if case.gradients is not None:
-        call = _require_grad(call)
-    with _no_limits():
+        call = require_grad(call)
+    with no_limits():
         plain = [t.detach() for t in call.run(case.overload)]
         asks = case.gradients is None and any(t.requires_grad for t in call.floating)
         if not asks and not any(t.isnan().any() for t in plain):
