@@ -8,6 +8,7 @@ from torchtitan_npu_core.testing import Call, OperatorCase
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 DTYPES = (FP32, BF16, FP16)
+PERMUTED = "torch_npu's fake kernel keeps the strides of a permuted input, kernels write rows"
 
 
 def draw(*shape):
@@ -72,6 +73,7 @@ NORM = OperatorCase(
     formula=golden.rms_norm,
     gradients=norm_gradients,
     stock=norm_stock,
+    fake_differences={"transposed": PERMUTED},
     mutations=wrong.NORM,
 )
 NORM_BACKWARD = OperatorCase(
@@ -80,6 +82,7 @@ NORM_BACKWARD = OperatorCase(
     dtypes=DTYPES,
     formula=golden.rms_norm_grads_from_rstd,
     derivative="C",
+    fake_differences={"transposed": PERMUTED},
     mutations=wrong.NORM_BACKWARD,
 )
 
@@ -168,6 +171,7 @@ ROTARY_BACKWARD = OperatorCase(
     dtypes=DTYPES,
     formula=rotary_backward_formula,
     derivative="C",
+    fake_differences={"transposed": PERMUTED},
     mutations=wrong.ROTARY_BACKWARD,
 )
 

@@ -17,6 +17,8 @@ __all__ = [
     "Mutation",
     "operator_checks",
     "CONTRACT_CHECKS",
+    "CallRecorder",
+    "replay_on_meta",
     "write_distribution",
 ]
 
@@ -28,6 +30,8 @@ _MODULES = {
     "Mutation": "operator_cases",
     "operator_checks": "case_suite",
     "CONTRACT_CHECKS": "contract_checks",
+    "CallRecorder": "recording",
+    "replay_on_meta": "recording",
     "write_distribution": "distributions",
 }
 
