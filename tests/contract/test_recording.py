@@ -15,11 +15,11 @@ from torchtitan_npu_core.testing.checks import PromiseError
 BOTH = ["npu_rms_norm", "npu_rope"]
 
 
-def step(family, dtype=torch.float32):
+def step(family):
     """The calls of one forward and backward on the device."""
     model = models.build(family)
     convert_model(model, BOTH)
-    model = model.to("npu", dtype)
+    model = model.to("npu")
     with torch.device("npu"), CallRecorder() as recorder:
         models.run(model, family)
     return recorder.calls
@@ -33,13 +33,8 @@ def test_calls_of_a_training_step_bind_to_torch_npu(family):
     counts = Counter(call.operator for call in calls)
     assert counts["npu::npu_rms_norm"] == counts["npu::npu_rms_norm_backward"] == norms
     assert counts["npu::npu_rotary_mul"] == counts["npu::npu_rotary_mul_backward"] == rotations
-    ours = [
-        call
-        for call in calls
-        if call.operator.removesuffix("_backward") in ("npu::npu_rms_norm", "npu::npu_rotary_mul")
-    ]
-    # every operator at least once, and a recording survives a file
-    assert replay_on_meta(pickle.loads(pickle.dumps(ours))) >= 4
+    # torch_npu's own calls in between are replayed too; and a recording survives a file
+    assert replay_on_meta(pickle.loads(pickle.dumps(calls))) >= 4
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +44,7 @@ def norm_call():
 
 def test_call_with_an_unknown_argument_is_refused(norm_call):
     wrong = replace(norm_call, kwargs={"eps": 1e-5})
-    with pytest.raises(PromiseError, match="npu_rms_norm takes the recorded call .*eps"):
+    with pytest.raises(PromiseError, match=r"npu_rms_norm takes the recorded call .*eps"):
         replay_on_meta([norm_call, wrong])
 
 
