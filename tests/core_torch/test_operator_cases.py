@@ -71,8 +71,8 @@ CASE = OperatorCase(
         wrong("two-outputs", "formula", lambda x, factor=2.0: [cube(x, factor)] * 2),
         wrong(
             "factor-after-cast",
-            "low-precision",
-            lambda x, factor=2.0: (wide(x) ** 3).to(x.dtype) * f,
+            "precision",
+            lambda x, factor=2.0: (wide(x) ** 3).to(x.dtype) * factor,
         ),
         wrong("always-float32", "fake", lambda x, factor=2.0: cube(x.float(), factor)),
         wrong(
@@ -158,7 +158,7 @@ def test_derivative_where_none_is_declared_fails():
 
 
 def test_operator_less_exact_than_stock_fails_within_its_budget():
-    off = wrong("off", "low-precision", lambda x, factor=2.0: cube(x, 1.02 * factor))
+    off = wrong("off", "precision", lambda x, factor=2.0: cube(x, 1.02 * factor))
     generous = replace(CASE, budget=50.0)
     with pytest.raises(PromiseError, match="notices 'off'"):
         check_mutation(generous, off)

@@ -38,6 +38,7 @@ NORM_INPUTS = {
     "vector": norm((4,), (4,), 1e-2),
     # the gradient is 0 but for eps: a smaller one would leave only what float32 cancels
     "single": norm((1,), (1,), 1e-2),
+    "wide-odd": norm((5, 131), (131,), 1e-5),
     "split-view": norm((2, 5, 12), (8,), 1e-5, view=lambda x: x[..., 2:10]),
     "transposed": norm((2, 8, 5), (8,), 1e-5, view=lambda x: x.transpose(1, 2)),
     "expanded": norm((1, 3, 6), (6,), 1e-5, view=lambda x: x.expand(2, 3, 6)),
@@ -110,6 +111,8 @@ ROTARY_INPUTS = {
     "bnsd-interleave-alike": rotary((2, 3, 5, 8), (1, 1, 5, 8), "interleave", alike=True),
     "tnd-interleave-alike": rotary((9, 3, 6), (9, 1, 6), "interleave", alike=True),
     "single-interleave": rotary((1, 1, 1, 2), (1, 1, 1, 2), "interleave"),
+    "long-half": rotary((1, 63, 2, 64), (1, 63, 1, 64), "half"),
+    "long-interleave": rotary((1, 63, 2, 64), (1, 63, 1, 64), "interleave"),
     "quarter": rotary((2, 5, 3, 8), (1, 5, 1, 8), "quarter"),
     "split-view": rotary((2, 5, 3, 12), (1, 5, 1, 8), "interleave", view=lambda x: x[..., 4:]),
     "transposed": rotary((2, 3, 5, 8), (1, 5, 1, 8), "half", view=lambda x: x.transpose(1, 2)),

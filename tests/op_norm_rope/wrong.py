@@ -81,15 +81,15 @@ NORM = (
     kernel("one-plus-gamma", "formula", with_scaling(lambda n, gamma, dtype: n * (1 + gamma))),
     kernel(
         "gamma-after-cast",
-        "low-precision",
+        "precision",
         with_scaling(lambda n, gamma, dtype: n.to(dtype) * gamma.to(dtype)),
     ),
     kernel(
         "gamma-rounded-first",
-        "low-precision",
+        "precision",
         with_scaling(lambda n, gamma, dtype: n * gamma.to(dtype)),
     ),
-    kernel("squares-in-input-dtype", "low-precision", squares_in_input_dtype),
+    kernel("squares-in-input-dtype", "precision", squares_in_input_dtype),
     kernel(
         "rstd-in-input-dtype",
         "fake",
@@ -156,7 +156,7 @@ NORM_BACKWARD = (
     kernel("dgamma-without-last-row", "formula", dgamma_without_last_row),
     kernel(
         "dgamma-of-rounded-products",
-        "low-precision",
+        "precision",
         norm_gradients(dgamma=lambda dy, n: (dy * n).bfloat16().to(dy.dtype)),
     ),
     kernel(
@@ -244,8 +244,8 @@ ROTARY = (
         "formula",
         rotary(tables=lambda cos, sin: (cos[:1], sin[:1]) if cos.dim() == 4 else (cos, sin)),
     ),
-    kernel("rounded-products", "low-precision", rounded_products),
-    kernel("tables-not-rounded", "low-precision", unrounded_tables),
+    kernel("rounded-products", "precision", rounded_products),
+    kernel("tables-not-rounded", "precision", unrounded_tables),
     kernel(
         "output-in-float32",
         "fake",

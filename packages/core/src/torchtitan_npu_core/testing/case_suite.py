@@ -15,8 +15,8 @@ from torchtitan_npu_core.testing.case_checks import (
     check_formula,
     check_gradient_formula,
     check_gradients,
-    check_low_precision,
     check_opcheck,
+    check_precision,
 )
 from torchtitan_npu_core.testing.checks import PromiseError
 from torchtitan_npu_core.testing.operator_cases import Mutation, OperatorCase
@@ -25,7 +25,7 @@ CHECKS: dict[str, Callable[[OperatorCase, str], None]] = {
     "formula": check_formula,
     "gradients": check_gradients,
     "gradient-formula": check_gradient_formula,
-    "low-precision": check_low_precision,
+    "precision": check_precision,
     "fake": check_fake,
     "opcheck": check_opcheck,
 }
