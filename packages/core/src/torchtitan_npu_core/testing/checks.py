@@ -19,6 +19,7 @@ from torchtitan_npu_core.operators import (
     declared_operators,
     declared_specs,
     register_operator,
+    register_plugin_operators,
     registered_operators,
 )
 from torchtitan_npu_core.plan import plan_conversion
@@ -231,10 +232,10 @@ def check_operator(name: str, *args: Any, **kwargs: Any) -> None:
 
 
 def registered_operator(name: str) -> RegisteredOperator:
-    """Make an operator callable that an installed plugin declares.
+    """Make an operator callable that an installed plugin declares, and that plugin's others.
 
     Raises:
-        PromiseError: If no loaded plugin does.
+        PromiseError: If no loaded plugin declares it.
     """
     known = registered_operators().get(name)
     if known is not None:
@@ -245,4 +246,8 @@ def registered_operator(name: str) -> RegisteredOperator:
         problems = "; ".join(plugins.problems)
         detail = f"{name!r}, declared: {', '.join(sorted(declared))}. {problems}"
         raise PromiseError("the operator is declared by a loaded plugin", detail)
-    return register_operator(declared[name])
+    for record in plugins.loaded:
+        # its derivative calls another one
+        if name in {spec.name for spec in declared_operators(plugins, record)}:
+            register_plugin_operators(plugins, record)
+    return registered_operators()[name]

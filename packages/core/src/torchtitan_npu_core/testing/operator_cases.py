@@ -94,8 +94,8 @@ class OperatorCase:
         differentiable: Positions of the outputs that have a gradient.
         derivative: ``"A"``, ``"B"`` or ``"C"``, see ``DERIVATIVES``: what autograd does with the
             operator on the device. Without derivative, backward has to raise here.
-        stock: The same in plain PyTorch, differentiable outputs only. The operator may have at most
-            twice its error.
+        stock: The same in plain PyTorch, differentiable outputs only. In 16-bit dtypes the operator
+            may have at most twice its error.
         budget: Largest error for 16-bit dtypes, in units in the last place of the result. A result
             that is rounded once is half a unit off.
         fake_differences: Labels where the fake kernel gives something else than the device
