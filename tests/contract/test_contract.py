@@ -14,7 +14,7 @@ from torchtitan_npu_core.errors import DeviceLimitError
 from torchtitan_npu_core.loading import discover_and_load
 from torchtitan_npu_core.operators import declared_specs
 from torchtitan_npu_core.testing import CONTRACT_CHECKS, Call, OperatorCase, operator_checks
-from torchtitan_npu_core.testing.case_checks import check_gradients
+from torchtitan_npu_core.testing.case_checks import check_formula, check_gradients
 from torchtitan_npu_core.testing.checks import PromiseError
 from torchtitan_npu_core.testing.contract_checks import (
     check_derivative,
@@ -35,12 +35,15 @@ def test_operator(check):
     check()
 
 
-# the formulas of torch_npu above our kernels: its autograd is what trains
-DIFFERENTIABLE = [case for case in CASES if case.derivative == "A"]
+# torch_npu's autograd above our kernels is what trains
+ON_DEVICE = [
+    *operator_checks(CASES, {"formula": check_formula}),
+    *operator_checks([c for c in CASES if c.gradients], {"gradients": check_gradients}),
+]
 
 
 @pytest.mark.usefixtures("_on_device")
-@pytest.mark.parametrize("check", operator_checks(DIFFERENTIABLE, {"gradients": check_gradients}))
+@pytest.mark.parametrize("check", ON_DEVICE)
 def test_operator_on_the_device(check):
     try:
         check()

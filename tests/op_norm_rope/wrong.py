@@ -166,12 +166,7 @@ NORM_BACKWARD = (
             reference.rms_norm_backward, lambda dx, dgamma: (dx, dgamma.to(gamma.dtype))
         )(dy, x, gamma, rstd),
     ),
-    kernel(
-        "lost-second-derivative",
-        "gradients",
-        lambda ctx, *_: (None,) * 4,
-        "backward",
-    ),
+    kernel("lost-second-derivative", "gradients", lambda ctx, *_: (None,) * 4, "backward"),
 )
 
 # ---------------------------------------------------------------- rotary
@@ -246,11 +241,7 @@ ROTARY = (
     ),
     kernel("rounded-products", "precision", rounded_products),
     kernel("tables-not-rounded", "precision", unrounded_tables),
-    kernel(
-        "output-in-float32",
-        "fake",
-        lambda *args: reference.rotary_mul(*args).float(),
-    ),
+    kernel("output-in-float32", "fake", lambda *args: reference.rotary_mul(*args).float()),
     kernel("gradient-without-transpose", "gradients", backward_without_transpose, "backward"),
     kernel("gradient-of-default-mode", "gradients", forgets_the_mode, "backward"),
     kernel(
