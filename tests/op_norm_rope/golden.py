@@ -5,7 +5,7 @@ import math
 import torch
 
 
-def rms_norm(x, gamma, eps):
+def rms_norm(x, gamma, eps=1e-6):
     """y and rstd, float64."""
     width = gamma.numel()
     rows = x.double().reshape(-1, width)
@@ -22,17 +22,22 @@ def rms_norm(x, gamma, eps):
 
 def rms_norm_grads(dy, x, gamma, eps):
     """Gradients of x and gamma, float64."""
+    return rms_norm_grads_from_rstd(dy, x, gamma, rms_norm(x, gamma, eps)[1])
+
+
+def rms_norm_grads_from_rstd(dy, x, gamma, rstd):
+    """The same from what the forward returned, one rstd per row."""
     width = gamma.numel()
-    rows, out = x.double().reshape(-1, width), dy.double().reshape(-1, width)
-    flat = gamma.double().reshape(-1)
-    dx, dgamma = torch.empty_like(rows), torch.zeros(width, dtype=torch.float64)
-    for i in range(rows.shape[0]):
-        row, grad = rows[i], out[i]
-        scale = 1 / math.sqrt(float((row * row).mean()) + eps)
-        inner = sum(float(grad[j] * flat[j] * row[j]) for j in range(width)) / width
+    rows, out = (t.double().reshape(-1, width) for t in (x, dy))
+    dx, dgamma = torch.empty_like(rows), [0.0] * width
+    weight, scales = gamma.double().flatten().tolist(), rstd.double().flatten().tolist()
+    for i, scale in enumerate(scales):
+        row, grad = rows[i].tolist(), out[i].tolist()
+        inner = sum(g * w * v for g, w, v in zip(grad, weight, row, strict=True)) / width
         for j in range(width):
-            dx[i, j] = grad[j] * flat[j] * scale - row[j] * scale**3 * inner
+            dx[i, j] = grad[j] * weight[j] * scale - row[j] * scale**3 * inner
             dgamma[j] += grad[j] * row[j] * scale
+    dgamma = torch.tensor(dgamma, dtype=torch.float64)
     return dx.reshape(x.shape), dgamma.reshape(gamma.shape)
 
 

@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.nn.functional import gelu
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torchtitan_npu_core.errors import (
     DeviceLimitError,
@@ -14,12 +13,8 @@ from torchtitan_npu_core.errors import (
 )
 from torchtitan_npu_core.limits import targeting
 from torchtitan_npu_core.operators import register_operator
-from torchtitan_npu_core.testing import check_operator
 
 from acme_torchtitan_npu_gelu.plugin import SCALED_GELU, SCALED_GELU_BACKWARD
-
-HALF = [torch.bfloat16, torch.float16]
-DTYPES = [*HALF, torch.float32]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -41,65 +36,9 @@ def run(function, x, dy):
     return y.detach(), x.grad
 
 
-# ---------------------------------------------------------------- PyTorch's own checks
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scale", [(), (2.0,)], ids=["default", "scaled"])
-def test_forward_is_a_well_formed_operator(dtype, scale):
-    check_operator("acme::scaled_gelu", sample(3, 5, dtype=dtype).requires_grad_(), *scale)
-
-
-def test_forward_is_well_formed_for_a_transposed_input():
-    check_operator("acme::scaled_gelu", sample(3, 5).t().requires_grad_(), scale=0.5)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_backward_is_a_well_formed_operator(dtype):
-    grad, x = sample(3, 5, dtype=dtype), sample(3, 5, dtype=dtype, seed=1)
-    check_operator("acme::scaled_gelu_backward", grad, x, 2.0)
-
-
 def test_meta_tensors_get_the_shape_and_dtype():
     y = torch.ops.acme.scaled_gelu(torch.empty(2, 3, dtype=torch.bfloat16, device="meta"))
     assert (y.device.type, y.shape, y.dtype) == ("meta", (2, 3), torch.bfloat16)
-
-
-# ---------------------------------------------------------------- numbers
-
-
-def test_float32_output_and_gradient_equal_stock_gelu():
-    x, dy = sample(4, 63), sample(4, 63, seed=1)
-    y, dx = run(torch.ops.acme.scaled_gelu, x, dy)
-    want_y, want_dx = run(lambda t: gelu(t, approximate="tanh"), x, dy)
-    torch.testing.assert_close(y, want_y, rtol=1e-5, atol=1e-6)
-    # looser: stock gelu cancels in the negative tail, where the gradient is small
-    torch.testing.assert_close(dx, want_dx, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("scale", [1.0, 1.1])
-def test_half_error_is_at_most_twice_that_of_stock_gelu(dtype, scale):
-    x, dy = sample(2, 63, 17, dtype=dtype), sample(2, 63, 17, dtype=dtype, seed=1)
-
-    def stock(t):
-        return scale * gelu(t, approximate="tanh")
-
-    truth = run(stock, x.float(), dy.float())
-    ours = run(lambda t: torch.ops.acme.scaled_gelu(t, scale), x, dy)
-    theirs = run(stock, x, dy)
-    for want, got, other in zip(truth, ours, theirs, strict=True):
-        assert got.dtype == dtype
-        error, allowed = (got.float() - want).abs(), (other.float() - want).abs()
-        assert error.max() <= 2.0 * allowed.max()
-        assert error.mean() <= 2.0 * allowed.mean()
-
-
-def test_scale_reaches_the_gradient():
-    x, dy = sample(5, 3), sample(5, 3, seed=1)
-    _, plain = run(torch.ops.acme.scaled_gelu, x, dy)
-    _, scaled = run(lambda t: torch.ops.acme.scaled_gelu(t, scale=-2.0), x, dy)
-    torch.testing.assert_close(scaled, -2.0 * plain)
 
 
 def test_second_derivative_raises_instead_of_being_lost():

@@ -15,9 +15,12 @@ from torch import Tensor, nn
 from torchtitan_npu_core.apply import convert_model
 from torchtitan_npu_core.loading import PluginSet, discover_and_load
 from torchtitan_npu_core.operators import (
+    RegisteredOperator,
     declared_operators,
     declared_specs,
     register_operator,
+    register_plugin_operators,
+    registered_operators,
 )
 from torchtitan_npu_core.plan import plan_conversion
 from torchtitan_npu_core.probe import OperatorProbe
@@ -223,12 +226,28 @@ def check_operator(name: str, *args: Any, **kwargs: Any) -> None:
         args: Sample arguments.
         kwargs: Sample keyword arguments.
     """
+    registered_operator(name)
+    namespace, _, base = name.partition("::")
+    torch.library.opcheck(getattr(getattr(torch.ops, namespace), base).default, args, kwargs)
+
+
+def registered_operator(name: str) -> RegisteredOperator:
+    """Make an operator callable that an installed plugin declares, and that plugin's others.
+
+    Raises:
+        PromiseError: If no loaded plugin declares it.
+    """
+    known = registered_operators().get(name)
+    if known is not None:
+        return known
     plugins = discover_and_load()
     declared = declared_specs(plugins)
     if name not in declared:
         problems = "; ".join(plugins.problems)
         detail = f"{name!r}, declared: {', '.join(sorted(declared))}. {problems}"
         raise PromiseError("the operator is declared by a loaded plugin", detail)
-    register_operator(declared[name])
-    namespace, _, base = name.partition("::")
-    torch.library.opcheck(getattr(getattr(torch.ops, namespace), base).default, args, kwargs)
+    for record in plugins.loaded:
+        # its derivative calls another one
+        if name in {spec.name for spec in declared_operators(plugins, record)}:
+            register_plugin_operators(plugins, record)
+    return registered_operators()[name]
