@@ -3,7 +3,7 @@
     python tools/read_schemas.py [--wheels FOLDER] [VERSION ...]
 
 Needs pip, packaging and the package index; torch_npu is not imported and torch is not needed.
-Without versions, every release since 2.7 is read. Releases with the same schemas are one generation.
+Without versions, every release since 2.7 is read. Releases with equal schemas are one generation.
 """
 
 from __future__ import annotations

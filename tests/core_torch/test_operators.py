@@ -1,8 +1,14 @@
+from dataclasses import replace
+
 import pytest
 import torch
 
 from torchtitan_npu_core import operators
-from torchtitan_npu_core.errors import NotDifferentiableError, OperatorArgumentError
+from torchtitan_npu_core.errors import (
+    NotDifferentiableError,
+    OperatorArgumentError,
+    OperatorVersionError,
+)
 from torchtitan_npu_core.operators import OperatorKernels, register_operator
 from torchtitan_npu_core.specs import OperatorSpec
 
@@ -117,9 +123,16 @@ def test_operators_of_the_device_library_are_not_replaced(fake_distribution):
             name="npu::ours", schema="ours(Tensor x) -> Tensor", kernels=f"{__name__}:DOUBLE"
         )
         assert register_operator(owned).provider == "torch_npu"
-        assert register_operator(added).provider == "reference"
         assert torch.ops.npu.theirs(torch.zeros(1)).item() == 100
-        assert torch.ops.npu.ours(torch.ones(1)).item() == 2
+        with pytest.raises(OperatorVersionError, match=r"npu::ours .*does not have the operator"):
+            register_operator(added)
+        other = replace(owned, schema="theirs(Tensor x, int n) -> Tensor")
+        operators._registered.pop("npu::theirs")
+        with pytest.raises(OperatorVersionError, match="the call gives n"):
+            register_operator(other)
+        # a form that leaves the new argument out fits
+        newer = replace(owned, schema="theirs(Tensor x, int n=1) -> Tensor", calls=("x",))
+        assert register_operator(newer).provider == "torch_npu"
     finally:
         operators.device_library_problem.cache_clear()
 

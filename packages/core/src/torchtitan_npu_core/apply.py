@@ -174,8 +174,8 @@ def apply_plan(model: nn.Module, plan: ConversionPlan, plugins: PluginSet) -> Co
 def prepare(plan: ConversionPlan, plugins: PluginSet) -> None:
     """Do what precedes the first replacement: register operators, tell observers."""
     plan.operator_calls()  # a plugin's counts that do not add up are an error now, not afterwards
-    for record in {offer.plugin.name: offer.plugin for offer in plan.offers}.values():
-        register_plugin_operators(plugins, record)
+    for offer in plan.offers:
+        register_plugin_operators(plugins, offer.plugin, offer.spec.operators)
     notify(plugins, "torchtitan_npu_before_conversion", plan=plan)
 
 

@@ -228,6 +228,33 @@ class OperatorArgumentError(ConverterError, ValueError):
     """An operator was called with arguments the device would not accept."""
 
 
+class OperatorVersionError(ConverterError, RuntimeError):
+    """The installed torch_npu has an operator in another form than the converters call it.
+
+    Args:
+        operator: Qualified name.
+        reason: What does not fit.
+        installed: Version of torch_npu.
+        fitting: Releases of torch_npu that would fit.
+    """
+
+    def __init__(
+        self, operator: str, reason: str, installed: str | None, fitting: Sequence[str]
+    ) -> None:
+        self.operator = operator
+        self.reason = reason
+        self.installed = installed
+        self.fitting = tuple(fitting)
+        if fitting:
+            advice = f"Releases that fit: {', '.join(fitting)}. Install one that suits your torch"
+        else:
+            advice = "No release of torch_npu that is known here fits"
+        super().__init__(
+            f"{operator} cannot be called with torch_npu {installed or '(unknown)'}: {reason}. "
+            f"{advice}, or remove the converters that call it."
+        )
+
+
 class NotDifferentiableError(ConverterError, RuntimeError):
     """Backward reached an operator for which the device would silently lose the gradient."""
 

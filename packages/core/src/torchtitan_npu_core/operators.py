@@ -1,6 +1,8 @@
 """The operator layer: one call, ``torch.ops.npu.*``, that runs on an NPU and everywhere else.
 
-Where torch_npu imports, its operators are used and only what it lacks is added (sharding rules).
+Where torch_npu imports, its operators are used, if their schemas allow the calls that converters
+make, and only what it lacks is added: sharding rules, kernels for tensors outside the device, and a
+derivative where gradients would be lost in silence.
 Where it does not, the operators a plugin declares are defined here with the same schemas, as real
 dispatcher operators: a kernel for any device, a fake kernel, an autograd formula or, for operators
 without derivative on the device, a backward that raises, and a DTensor sharding rule.
@@ -12,16 +14,18 @@ import functools
 import importlib
 import importlib.util
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from torchtitan_npu_core.compat import installed_version
 from torchtitan_npu_core.discovery import PluginRecord
-from torchtitan_npu_core.errors import NotDifferentiableError
+from torchtitan_npu_core.errors import NotDifferentiableError, OperatorVersionError
 from torchtitan_npu_core.limits import enforce_limits, family_of
 from torchtitan_npu_core.loading import PluginSet, discover_and_load
+from torchtitan_npu_core.schemas import fitting_versions, misfit
 from torchtitan_npu_core.specs import OperatorSpec
 
 logger = logging.getLogger(__name__)
@@ -130,6 +134,8 @@ def register_operator(spec: OperatorSpec) -> RegisteredOperator:
 
     Raises:
         ValueError: If another declaration of the same name has another schema.
+        OperatorVersionError: If the device library's operator does not take the calls converters
+            make, or torch_npu does not have the operator.
     """
     known = _registered.get(spec.name)
     if known is not None:
@@ -142,10 +148,16 @@ def register_operator(spec: OperatorSpec) -> RegisteredOperator:
     kernels = load_kernels(spec)
     existing = existing_operator(spec.name)
     provider = "reference"
+    if existing is not None:
+        provider = "torch_npu" if spec.name.startswith("npu::") else "library"
+    problem = _misfit(spec, existing)
+    if problem is not None:
+        fitting = fitting_versions(spec.name, spec.schema, spec.calls)
+        raise OperatorVersionError(spec.name, problem, installed_version("torch_npu"), fitting)
     if existing is None:
         _define(spec, kernels)
-    else:
-        provider = "torch_npu" if spec.name.startswith("npu::") else "library"
+    elif provider == "torch_npu":
+        _complete(spec, kernels, existing)
     registered = RegisteredOperator(spec=spec, kernels=kernels, provider=provider)
     if kernels.sharding is not None:
         _add_sharding(spec, kernels.sharding)
@@ -153,12 +165,25 @@ def register_operator(spec: OperatorSpec) -> RegisteredOperator:
     return registered
 
 
-def _define(spec: OperatorSpec, kernels: OperatorKernels) -> None:
-    namespace = spec.name.partition("::")[0]
-    library = _libraries.get(namespace)
-    if library is None:
-        library = _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
-    library.define(spec.schema, tags=(torch.Tag.pt2_compliant_tag,))
+def _misfit(spec: OperatorSpec, existing: Any) -> str | None:
+    """Why the calls of an operator cannot be made here, or None."""
+    if existing is None:
+        # on a device, a reference kernel in place of an operator would be slow in silence
+        lacking = spec.name.startswith("npu::") and device_library_problem() is None
+        return "this release does not have the operator" if lacking else None
+    live = str(existing._schema)
+    problems = (misfit(spec.schema, call, live) for call in spec.calls or ("",))
+    return next((problem for problem in problems if problem), None)
+
+
+def _library(namespace: str) -> torch.library.Library:
+    if namespace not in _libraries:
+        _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
+    return _libraries[namespace]
+
+
+def _checked(spec: OperatorSpec, kernels: OperatorKernels) -> Callable[..., Any]:
+    """The reference kernel behind the argument checks and the device limits."""
 
     @functools.wraps(kernels.reference)
     def kernel(*args: Any, **kwargs: Any) -> Any:
@@ -166,22 +191,59 @@ def _define(spec: OperatorSpec, kernels: OperatorKernels) -> None:
         enforce_limits(spec, kernels.measure(*args, **kwargs))
         return kernels.reference(*args, **kwargs)
 
+    return kernel
+
+
+def _backward(spec: OperatorSpec, kernels: OperatorKernels) -> Callable[..., Any]:
+    """The declared derivative, or one that raises."""
+    if kernels.backward is not None:
+        return kernels.backward
+
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise NotDifferentiableError(spec.name)
+
+    return backward
+
+
+def _checked_fake(kernels: OperatorKernels) -> Callable[..., Any]:
     @functools.wraps(kernels.fake)
     def fake(*args: Any, **kwargs: Any) -> Any:
         kernels.check(*args, **kwargs)
         return kernels.fake(*args, **kwargs)
 
-    torch.library.impl(spec.name, "default", kernel, lib=library)
-    torch.library.register_fake(spec.name, fake, lib=library)
-    backward = kernels.backward
-    if backward is None:
+    return fake
 
-        def backward(ctx: Any, *grads: Any) -> Any:
-            raise NotDifferentiableError(spec.name)
 
+def _define(spec: OperatorSpec, kernels: OperatorKernels) -> None:
+    library = _library(spec.name.partition("::")[0])
+    library.define(spec.schema, tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(spec.name, "default", _checked(spec, kernels), lib=library)
+    torch.library.register_fake(spec.name, _checked_fake(kernels), lib=library)
     torch.library.register_autograd(
-        spec.name, backward, setup_context=kernels.setup_context, lib=library
+        spec.name, _backward(spec, kernels), setup_context=kernels.setup_context, lib=library
     )
+
+
+def _complete(spec: OperatorSpec, kernels: OperatorKernels, existing: Any) -> None:
+    """Add what torch_npu's operator lacks: tensors of the CPU, and derivatives.
+
+    Where neither torch_npu nor the declaration has a derivative, backward raises; torch would warn
+    and leave the gradient ``None``.
+    """
+    from torch._library.autograd import Info, make_autograd_impl
+
+    has = functools.partial(torch._C._dispatch_has_kernel_for_dispatch_key, spec.name)
+    if any(has(key) for key in ("CompositeImplicitAutograd", "CompositeExplicitAutograd")):
+        return  # it is made of other operators
+    library, base = _library("npu"), spec.name.partition("::")[2]
+    if not has("CPU"):
+        library.impl(base, _checked(spec, kernels), "CPU")
+    if not has("Meta"):
+        torch.library.register_fake(spec.name, _checked_fake(kernels), lib=library)
+    derivative = Info(_backward(spec, kernels), kernels.setup_context)
+    for key in ("AutogradCPU", "AutogradPrivateUse1"):
+        if not has(key):
+            library.impl(base, make_autograd_impl(existing, derivative), key, with_keyset=True)
 
 
 def _add_sharding(spec: OperatorSpec, rule: Callable[..., Any]) -> None:
@@ -221,9 +283,28 @@ def declared_specs(plugins: PluginSet) -> dict[str, OperatorSpec]:
     }
 
 
-def register_plugin_operators(plugins: PluginSet, record: PluginRecord) -> list[RegisteredOperator]:
-    """Make all operators of one plugin callable."""
-    return [register_operator(spec) for spec in declared_operators(plugins, record)]
+def register_plugin_operators(
+    plugins: PluginSet, record: PluginRecord, needed: Collection[str] | None = None
+) -> list[RegisteredOperator]:
+    """Make the operators of one plugin callable.
+
+    Args:
+        plugins: Loaded plugins.
+        record: The plugin.
+        needed: Operators that must be there; others that this torch_npu cannot offer are left out.
+            All by default.
+
+    Raises:
+        OperatorVersionError: If one of them does not fit the installed torch_npu.
+    """
+    found = []
+    for spec in declared_operators(plugins, record):
+        try:
+            found.append(register_operator(spec))
+        except OperatorVersionError:
+            if needed is None or spec.name in needed:
+                raise
+    return found
 
 
 @functools.cache
@@ -236,7 +317,8 @@ def register_converter_operators(converter: str) -> None:
     from torchtitan_npu_core.registry import ConverterRegistry
 
     plugins = discover_and_load()
-    register_plugin_operators(plugins, ConverterRegistry(plugins).get(converter).plugin)
+    offer = ConverterRegistry(plugins).get(converter)
+    register_plugin_operators(plugins, offer.plugin, offer.spec.operators)
 
 
 def registered_operators() -> dict[str, RegisteredOperator]:

@@ -101,6 +101,19 @@ class DeviceLimit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KnownIssue:
+    """A fault of some releases of the device library.
+
+    Args:
+        generations: Generations of ``torchtitan_npu_core.schemas`` that have it.
+        text: What goes wrong, and what to do.
+    """
+
+    generations: tuple[str, ...]
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorSpec:
     """One operator a plugin offers where the device library does not.
 
@@ -112,6 +125,10 @@ class OperatorSpec:
             operator is needed.
         limits: What device families accept.
         source: Where the operator is documented.
+        calls: How converters call it: names of the arguments given, in order, separated by
+            commas, those given by name after a ``*``. Other releases of the device library are
+            usable where every call fits their schema. Empty: all arguments are given.
+        known_issues: Faults of releases that fit.
     """
 
     name: str
@@ -119,3 +136,5 @@ class OperatorSpec:
     kernels: str
     limits: tuple[DeviceLimit, ...] = ()
     source: str = ""
+    calls: tuple[str, ...] = ()
+    known_issues: tuple[KnownIssue, ...] = ()

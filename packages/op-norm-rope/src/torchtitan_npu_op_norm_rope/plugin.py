@@ -1,6 +1,13 @@
 """Plugin entry module: declarations only, so it must stay importable without torch."""
 
-from torchtitan_npu_core import ConverterSpec, DeviceLimit, OperatorSpec, OptionSpec, hookimpl
+from torchtitan_npu_core import (
+    ConverterSpec,
+    DeviceLimit,
+    KnownIssue,
+    OperatorSpec,
+    OptionSpec,
+    hookimpl,
+)
 
 ATLAS = ("a2", "a3")
 
@@ -23,6 +30,13 @@ RMS_NORM_BACKWARD = OperatorSpec(
     ),
     kernels="torchtitan_npu_op_norm_rope.ops:RMS_NORM_BACKWARD",
     source="op-plugin docs: torch_npu-npu_rms_norm; CANN ops-nn: aclnnRmsNormGrad",
+    known_issues=(
+        KnownIssue(
+            generations=("A", "B"),
+            text="its fake kernel gives dgamma the dtype of gamma, the device gives float32: do "
+            "not compile models with 16-bit norm weights",
+        ),
+    ),
 )
 ROTARY_LIMITS = (
     DeviceLimit(
@@ -61,6 +75,7 @@ ROTARY_MUL = OperatorSpec(
     kernels="torchtitan_npu_op_norm_rope.ops:ROTARY_MUL",
     limits=ROTARY_LIMITS,
     source="op-plugin docs: torch_npu-npu_rotary_mul",
+    calls=("input, r1, r2, rotary_mode",),  # rotate came with generation C
 )
 ROTARY_MUL_BACKWARD = OperatorSpec(
     name="npu::npu_rotary_mul_backward",
