@@ -105,6 +105,53 @@ def test_doctor_names_the_other_package_of_that_name(fake_distribution):
     assert "pip uninstall torchtitan-npu" in result.output
 
 
+ROTARY_PLUGIN = """
+from torchtitan_npu_core import ConverterSpec, KnownIssue, OperatorSpec, hookimpl
+
+@hookimpl
+def torchtitan_npu_converters():
+    return [ConverterSpec(
+        name="acme_rope", summary="s", replaces=(), factory="acme_rope:None",
+        operators=("npu::npu_rotary_mul",),
+    )]
+
+@hookimpl
+def torchtitan_npu_operators():
+    return [OperatorSpec(
+        name="npu::npu_rotary_mul", kernels="acme_rope:None",
+        schema="npu_rotary_mul(Tensor input, Tensor r1, Tensor r2, str rotary_mode='half', "
+        "Tensor? rotate=None) -> Tensor",
+        known_issues=(KnownIssue(generations=("E",), text="it is loud"),),
+    )]
+"""
+
+
+@pytest.mark.parametrize(
+    ("version", "level", "says"),
+    [
+        ("2.9.0", "problem", "the schemas of torch_npu 2.9.0: npu::npu_rotary_mul: argument 5"),
+        ("2.9.0.post2", "ok", "its 1 operators fit the schemas of torch_npu 2.9.0.post2"),
+        ("2.13.0", "note", "npu::npu_rotary_mul: it is loud"),
+        ("3.0", "note", "not known to this release"),
+    ],
+)
+def test_doctor_compares_converters_with_the_installed_torch_npu(
+    version, level, says, fake_distribution, monkeypatch
+):
+    monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+    fake_distribution("torch-npu", version=version)
+    fake_distribution(
+        "acme-rope",
+        entry_points=ENTRY.format("rope", "acme_rope"),
+        modules={"acme_rope": ROTARY_PLUGIN},
+    )
+    findings = json.loads(run("doctor", "--json").output)["rows"]
+    ours = [f for f in findings if f["subject"] == "converter acme_rope"]
+    assert (level, True) in [(f["level"], says in f["text"]) for f in ours]
+    if level == "problem":
+        assert "Releases that fit: 2.7.1.post4, " in ours[0]["text"]
+
+
 def test_doctor_mentions_a_plugin_found_twice(fake_distribution):
     for site in ("a", "b"):
         fake_distribution(

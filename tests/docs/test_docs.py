@@ -12,7 +12,14 @@ import click
 import pytest
 import tomlkit
 
-from torchtitan_npu_core import ConverterSpec, DeviceLimit, OperatorSpec, OptionSpec, hookspecs
+from torchtitan_npu_core import (
+    ConverterSpec,
+    DeviceLimit,
+    KnownIssue,
+    OperatorSpec,
+    OptionSpec,
+    hookspecs,
+)
 from torchtitan_npu_core.cli import COMMANDS, main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,7 +110,7 @@ def test_hooks_page_describes_no_hook_that_is_gone():
     assert set(re.findall(r"(?m)^## (torchtitan_npu_\w+)$", text)) == set(HOOKS)
 
 
-@pytest.mark.parametrize("spec", [ConverterSpec, OptionSpec, OperatorSpec, DeviceLimit])
+@pytest.mark.parametrize("spec", [ConverterSpec, OptionSpec, OperatorSpec, DeviceLimit, KnownIssue])
 def test_every_field_of_a_declaration_is_in_the_hooks_page(spec):
     text = (DOCS / "hooks.md").read_text(encoding="utf-8")
     for field in inspect.signature(spec).parameters:
@@ -226,3 +233,9 @@ def test_runnable_block_runs(text, tmp_path):
         ["sh", "-e", "-c", text], cwd=tmp_path, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_table_of_torch_npu_releases_is_what_the_code_says():
+    tool = DOCS.parent / "tools" / "compatibility_table.py"
+    done = subprocess.run([sys.executable, tool, "--check"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -6,14 +6,24 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 from torchtitan_npu_core.compat import installed_version
-from torchtitan_npu_core.errors import ConverterError
+from torchtitan_npu_core.errors import ConverterError, OperatorVersionError
+from torchtitan_npu_core.limits import family_of
 from torchtitan_npu_core.loading import PluginSet
+from torchtitan_npu_core.schemas import (
+    Generation,
+    calls_misfit,
+    fitting_versions,
+    generation_of,
+)
+from torchtitan_npu_core.specs import DEVICE_FAMILIES, OperatorSpec
 
 OK, NOTE, PROBLEM = "ok", "note", "problem"
 
@@ -54,9 +64,10 @@ def examine(plugins: PluginSet) -> list[Finding]:
     ]
     torch_found = _torch()
     findings += [torch_found, _cann(), _torchtitan()]
-    if installed_version("torch") is not None and torch_found.level != PROBLEM:
+    live = installed_version("torch") is not None and torch_found.level != PROBLEM
+    if live:
         findings += [_torch_npu(), *_operators(plugins)]
-    return findings
+    return [*findings, *_fits(plugins, live)]
 
 
 def _core() -> Finding:
@@ -152,10 +163,30 @@ def _torch_npu() -> Finding:
             f"{version} cannot be imported: {type(error).__name__}: {error}. Source CANN's "
             f"set_env.sh, or set TORCH_DEVICE_BACKEND_AUTOLOAD=0 to run without it.",
         )
-    devices = npu.device_count()
-    name = npu.get_device_name(0) if devices else "no device"
+    built_for, torch_version = Version(version), installed_version("torch") or "0"
+    if built_for.release[:3] != Version(torch_version).release[:3]:
+        wanted = ".".join(map(str, built_for.release[:3]))
+        return Finding(
+            "torch_npu",
+            PROBLEM,
+            f"{version} is built for torch {wanted}, found {torch_version}. Install matching "
+            f"releases of the two.",
+        )
     level, text = _version_note("torch_npu", version)
-    return Finding("torch_npu", level, f"{text}; {devices} devices, {name}")
+    generation = generation_of(version)
+    text += f"; schemas of generation {generation.name if generation else '(unknown release)'}"
+    devices = npu.device_count()
+    if not devices:
+        return Finding("torch_npu", NOTE, f"{text}; no device")
+    name = npu.get_device_name(0)
+    family = family_of(name)
+    if not family:
+        return Finding("torch_npu", NOTE, f"{text}; {devices} x {name}, no known device family")
+    return Finding(
+        "torch_npu",
+        level,
+        f"{text}; {devices} x {name}, family {family}: {DEVICE_FAMILIES[family]}",
+    )
 
 
 def _torchtitan() -> Finding:
@@ -204,5 +235,73 @@ def _operators(plugins: PluginSet) -> list[Finding]:
 def _attempt(subject: str, action: Callable[[], str]) -> Finding:
     try:
         return Finding(subject, OK, action())
+    except OperatorVersionError as error:
+        # the converters that call it say so
+        return Finding(subject, NOTE, f"not usable here: {error.reason}")
     except Exception as error:
         return Finding(subject, PROBLEM, f"{type(error).__name__}: {error}")
+
+
+def _fits(plugins: PluginSet, live: bool) -> list[Finding]:
+    """Whether each converter's calls fit the operators of the installed torch_npu."""
+    version = installed_version("torch_npu")
+    if version is None:
+        return []
+    specs = {
+        spec.name: spec
+        for record in plugins.loaded
+        for returned in plugins.call(record, "torchtitan_npu_operators")
+        for spec in returned
+    }
+    generation = generation_of(version)
+    found = []
+    for record in plugins.loaded:
+        for converter in record.converters:
+            called = [specs[n] for n in converter.operators if n in specs and n.startswith("npu::")]
+            if not called:
+                continue
+            found.append(_fit(converter.name, called, generation, version, live))
+            found += [
+                Finding(f"converter {converter.name}", NOTE, f"{spec.name}: {issue.text}")
+                for spec in called
+                for issue in spec.known_issues
+                if generation is not None and generation.name in issue.generations
+            ]
+    return found
+
+
+def _fit(
+    converter: str,
+    called: Sequence[OperatorSpec],
+    generation: Generation | None,
+    version: str,
+    live: bool,
+) -> Finding:
+    subject = f"converter {converter}"
+    if live:
+        from torchtitan_npu_core.operators import device_library_problem, operator_misfit
+
+        if device_library_problem() is None:
+            problems = {spec.name: operator_misfit(spec) for spec in called}
+            return _fit_finding(subject, called, problems, f"torch_npu {version}")
+    if generation is None:
+        text = f"torch_npu {version} is not known to this release; its schemas were not compared"
+        return Finding(subject, NOTE, text)
+    problems = {
+        spec.name: calls_misfit(spec, generation.schemas.get(spec.name.partition("::")[2]))
+        for spec in called
+    }
+    return _fit_finding(subject, called, problems, f"the schemas of torch_npu {version}")
+
+
+def _fit_finding(
+    subject: str, called: Sequence[OperatorSpec], problems: Mapping[str, str | None], what: str
+) -> Finding:
+    wrong = {name: problem for name, problem in problems.items() if problem}
+    if not wrong:
+        return Finding(subject, OK, f"its {len(called)} operators fit {what}")
+    fitting = [fitting_versions(s.name, s.schema, s.calls) for s in called]
+    both = [v for v in fitting[0] if all(v in other for other in fitting)]
+    listed = "; ".join(f"{name}: {problem}" for name, problem in wrong.items())
+    advice = f"Releases that fit: {', '.join(both)}" if both else "No known release fits"
+    return Finding(subject, PROBLEM, f"does not fit {what}: {listed}. {advice}.")

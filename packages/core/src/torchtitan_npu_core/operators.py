@@ -25,7 +25,7 @@ from torchtitan_npu_core.discovery import PluginRecord
 from torchtitan_npu_core.errors import NotDifferentiableError, OperatorVersionError
 from torchtitan_npu_core.limits import enforce_limits, family_of
 from torchtitan_npu_core.loading import PluginSet, discover_and_load
-from torchtitan_npu_core.schemas import fitting_versions, misfit
+from torchtitan_npu_core.schemas import calls_misfit, fitting_versions
 from torchtitan_npu_core.specs import OperatorSpec
 
 logger = logging.getLogger(__name__)
@@ -150,7 +150,7 @@ def register_operator(spec: OperatorSpec) -> RegisteredOperator:
     provider = "reference"
     if existing is not None:
         provider = "torch_npu" if spec.name.startswith("npu::") else "library"
-    problem = _misfit(spec, existing)
+    problem = operator_misfit(spec)
     if problem is not None:
         fitting = fitting_versions(spec.name, spec.schema, spec.calls)
         raise OperatorVersionError(spec.name, problem, installed_version("torch_npu"), fitting)
@@ -165,15 +165,14 @@ def register_operator(spec: OperatorSpec) -> RegisteredOperator:
     return registered
 
 
-def _misfit(spec: OperatorSpec, existing: Any) -> str | None:
-    """Why the calls of an operator cannot be made here, or None."""
-    if existing is None:
-        # on a device, a reference kernel in place of an operator would be slow in silence
-        lacking = spec.name.startswith("npu::") and device_library_problem() is None
-        return "this release does not have the operator" if lacking else None
-    live = str(existing._schema)
-    problems = (misfit(spec.schema, call, live) for call in spec.calls or ("",))
-    return next((problem for problem in problems if problem), None)
+def operator_misfit(spec: OperatorSpec) -> str | None:
+    """Say why the calls that converters make of an operator cannot be made here, or None."""
+    existing = existing_operator(spec.name)
+    if existing is not None:
+        return calls_misfit(spec, str(existing._schema))
+    # on a device, a reference kernel in place of an operator would be slow in silence
+    lacking = spec.name.startswith("npu::") and device_library_problem() is None
+    return "this release does not have the operator" if lacking else None
 
 
 def _library(namespace: str) -> torch.library.Library:

@@ -13,6 +13,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchtitan_npu_core.specs import OperatorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +130,7 @@ def _value(default: str | None) -> str | None:
         # 1e-06 and 9.9999999999999995e-07 are one number
         return repr(float(default))
     except ValueError:
-        return default.replace(" ", "")
+        return default.replace(" ", "") if default.startswith("[") else default
 
 
 @functools.cache
@@ -182,6 +186,17 @@ def misfit(declared: str, call: str, live: str | None) -> str | None:
     if have.returns != want.returns:
         return f"it returns {', '.join(have.returns)}, not {', '.join(want.returns)}"
     return None
+
+
+def calls_misfit(spec: OperatorSpec, live: str | None) -> str | None:
+    """Say why some call that converters make of an operator cannot be made, or None.
+
+    Args:
+        spec: Its declaration.
+        live: Schema that is there, or None if the operator is not.
+    """
+    problems = (misfit(spec.schema, call, live) for call in spec.calls or ("",))
+    return next((problem for problem in problems if problem), None)
 
 
 def _given(call: str, declared: Schema) -> tuple[list[str], list[str]]:
