@@ -88,6 +88,8 @@ def test_wheel_contents(wheels):
         assert any(n.endswith("LICENSE") for n in names), name
         assert not [n for n in names if n.startswith(("tests", "torchtitan_npu/"))], name
     core = zipfile.ZipFile(wheels["torchtitan-npu-core"]).namelist()
+    for data in ("schemas/E.json", "testing/virtual_npu/hccl.c", "testing/virtual_npu/common.h"):
+        assert f"torchtitan_npu_core/{data}" in core
     assert "torchtitan_npu_core/configs/quickstart.toml" in core
 
 
