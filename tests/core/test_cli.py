@@ -258,8 +258,8 @@ def test_virtual_npu_without_a_compiler_names_what_is_missing(npu_wheel, present
         write_program(npu_wheel, name, "exit 0")
     result = run("virtual-npu", "--", "python")
     assert result.exit_code == 1
-    assert f"torchtitan-npu: A virtual NPU needs {missing} to build" in result.stderr
-    assert "apt-get install gcc binutils" in result.stderr
+    assert f"torchtitan-npu: A virtual NPU needs {missing} to build" in result.output
+    assert "apt-get install gcc binutils" in result.output
     # nothing half made is found by the next call
     assert not list((npu_wheel / "cache").iterdir())
 
@@ -269,8 +269,8 @@ def test_virtual_npu_shows_what_the_compiler_said(npu_wheel):
     write_program(npu_wheel, "gcc", "echo no space left >&2; exit 3")
     result = run("virtual-npu", "--", "python")
     assert result.exit_code == 1
-    assert "Building the virtual NPU failed" in result.stderr
-    assert "ended with 3:\nno space left" in result.stderr
+    assert "Building the virtual NPU failed" in result.output
+    assert "ended with 3:\nno space left" in result.output
     assert not list((npu_wheel / "cache").iterdir())
 
 
@@ -281,8 +281,8 @@ def test_virtual_npu_without_torch_npu_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(stubs, "installed_version", lambda name: "2.12.1+cpu")
     result = run("virtual-npu", "--", "python")
     assert result.exit_code == 1
-    assert "torchtitan-npu: A virtual NPU runs the real torch_npu" in result.stderr
-    assert "pip install --no-deps torch-npu==2.12.1\n" in result.stderr
+    assert "torchtitan-npu: A virtual NPU runs the real torch_npu" in result.output
+    assert "pip install --no-deps torch-npu==2.12.1\n" in result.output
 
 
 def test_virtual_npu_that_cannot_write_its_cache_names_the_variable(npu_wheel, monkeypatch):
@@ -290,7 +290,7 @@ def test_virtual_npu_that_cannot_write_its_cache_names_the_variable(npu_wheel, m
     monkeypatch.setenv("TORCHTITAN_NPU_CACHE", str(npu_wheel / "file"))
     result = run("virtual-npu", "--", "python")
     assert result.exit_code == 1
-    assert "Set TORCHTITAN_NPU_CACHE" in result.stderr
+    assert "Set TORCHTITAN_NPU_CACHE" in result.output
 
 
 @pytest.fixture
@@ -305,7 +305,7 @@ def built(tmp_path, monkeypatch):
 def test_virtual_npu_names_a_program_that_is_not_there(built):
     result = run("virtual-npu", "--", "no-such-program", "--flag")
     assert result.exit_code == 1
-    assert result.stderr == "torchtitan-npu: no program 'no-such-program' on PATH\n"
+    assert result.output == "torchtitan-npu: no program 'no-such-program' on PATH\n"
 
 
 def test_virtual_npu_json_is_the_environment(built, monkeypatch):
@@ -337,4 +337,4 @@ def test_wrong_usage_of_virtual_npu_is_exit_2(args, words, monkeypatch):
     monkeypatch.setattr(stubs, "build", lambda: pytest.fail("built for a wrong command line"))
     result = run("virtual-npu", *args)
     assert result.exit_code == 2
-    assert words in result.stderr
+    assert words in result.output
