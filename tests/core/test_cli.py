@@ -152,6 +152,32 @@ def test_doctor_compares_converters_with_the_installed_torch_npu(
         assert "Releases that fit: 2.7.1.post4, " in ours[0]["text"]
 
 
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("raise RuntimeError('boom')", "RuntimeError: boom"),
+        ("return [3]", "it returned a int, expected OperatorSpec"),
+        ("return 3", "TypeError"),
+        ("return [OperatorSpec(name='a::f', schema='f(x)', kernels='m:K')]", "a::f: not a schema"),
+        (
+            "return [OperatorSpec(name='a::f', schema='f(Tensor x) -> Tensor', kernels='m:K', "
+            "calls=('x', 'x, y'))]",
+            "a::f: argument 2 is nothing, the call gives y",
+        ),
+    ],
+)
+def test_doctor_names_the_plugin_whose_operators_cannot_be_used(body, says, fake_distribution):
+    head, _, _ = PLUGIN.partition("@hookimpl\ndef torchtitan_npu_operators")
+    source = f"{head}@hookimpl\ndef torchtitan_npu_operators():\n    {body}\n"
+    fake_distribution(
+        "acme-gelu", entry_points=ENTRY.format("gelu", "acme_gelu"), modules={"acme_gelu": source}
+    )
+    result = run("doctor")
+    assert result.exit_code == 1
+    assert "Plugin acme-gelu 1.0: torchtitan_npu_operators cannot be used: " in result.output
+    assert says in result.output
+
+
 def test_doctor_mentions_a_plugin_found_twice(fake_distribution):
     for site in ("a", "b"):
         fake_distribution(

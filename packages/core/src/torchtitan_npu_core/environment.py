@@ -14,9 +14,9 @@ from typing import Any
 from packaging.version import Version
 
 from torchtitan_npu_core.compat import installed_version
-from torchtitan_npu_core.errors import ConverterError, OperatorVersionError
+from torchtitan_npu_core.errors import ConverterError, DeclarationError, OperatorVersionError
 from torchtitan_npu_core.limits import family_of
-from torchtitan_npu_core.loading import PluginSet
+from torchtitan_npu_core.loading import PluginSet, declared_operators
 from torchtitan_npu_core.schemas import (
     Generation,
     calls_misfit,
@@ -64,10 +64,12 @@ def examine(plugins: PluginSet) -> list[Finding]:
     ]
     torch_found = _torch()
     findings += [torch_found, _cann(), _torchtitan()]
+    specs, unusable = _declared(plugins)
+    findings += unusable
     live = installed_version("torch") is not None and torch_found.level != PROBLEM
     if live:
-        findings += [_torch_npu(), *_operators(plugins)]
-    return [*findings, *_fits(plugins, live)]
+        findings += [_torch_npu(), *_operators(specs)]
+    return [*findings, *_fits(plugins, specs, live)]
 
 
 def _core() -> Finding:
@@ -222,14 +224,20 @@ def _cann() -> Finding:
     return Finding("CANN", OK, version or "not found; needed on NPUs only")
 
 
-def _operators(plugins: PluginSet) -> list[Finding]:
-    from torchtitan_npu_core.operators import declared_operators, register_operator
-
-    found = []
+def _declared(plugins: PluginSet) -> tuple[list[OperatorSpec], list[Finding]]:
+    specs, found = [], []
     for record in plugins.loaded:
-        for spec in declared_operators(plugins, record):
-            found.append(_attempt(spec.name, lambda spec=spec: register_operator(spec).provider))
-    return found
+        try:
+            specs += declared_operators(plugins, record)
+        except DeclarationError as error:
+            found.append(Finding(f"plugin {record.name}", PROBLEM, str(error)))
+    return specs, found
+
+
+def _operators(specs: Sequence[OperatorSpec]) -> list[Finding]:
+    from torchtitan_npu_core.operators import register_operator
+
+    return [_attempt(s.name, lambda spec=s: register_operator(spec).provider) for s in specs]
 
 
 def _attempt(subject: str, action: Callable[[], str]) -> Finding:
@@ -242,17 +250,12 @@ def _attempt(subject: str, action: Callable[[], str]) -> Finding:
         return Finding(subject, PROBLEM, f"{type(error).__name__}: {error}")
 
 
-def _fits(plugins: PluginSet, live: bool) -> list[Finding]:
+def _fits(plugins: PluginSet, declared: Sequence[OperatorSpec], live: bool) -> list[Finding]:
     """Whether each converter's calls fit the operators of the installed torch_npu."""
     version = installed_version("torch_npu")
     if version is None:
         return []
-    specs = {
-        spec.name: spec
-        for record in plugins.loaded
-        for returned in plugins.call(record, "torchtitan_npu_operators")
-        for spec in returned
-    }
+    specs = {spec.name: spec for spec in declared}
     generation = generation_of(version)
     found = []
     for record in plugins.loaded:

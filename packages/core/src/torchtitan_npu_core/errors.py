@@ -133,6 +133,18 @@ class PluginError(ConverterError):
         )
 
 
+class DeclarationError(ConverterError, TypeError):
+    """A plugin's hook returned something that cannot be used."""
+
+    def __init__(self, owner: str, hook: str, reason: str) -> None:
+        self.owner = owner
+        self.hook = hook
+        super().__init__(
+            f"Plugin {owner}: {hook} cannot be used: {reason}. Upgrade or uninstall that plugin, "
+            f"or disable it with TORCHTITAN_NPU_DISABLE_PLUGINS={owner.split()[0]}."
+        )
+
+
 class PluginSetMismatchError(ConverterError, RuntimeError):
     """Ranks of one job have different plugins installed."""
 

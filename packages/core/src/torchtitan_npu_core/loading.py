@@ -20,9 +20,10 @@ import pluggy
 from torchtitan_npu_core import hookspecs
 from torchtitan_npu_core.compat import incompatibility
 from torchtitan_npu_core.discovery import PluginRecord, discover
-from torchtitan_npu_core.errors import PluginError
+from torchtitan_npu_core.errors import DeclarationError, PluginError
 from torchtitan_npu_core.hookspecs import PROJECT
-from torchtitan_npu_core.specs import ConverterSpec, OptionSpec
+from torchtitan_npu_core.schemas import calls_misfit
+from torchtitan_npu_core.specs import ConverterSpec, OperatorSpec, OptionSpec
 
 logger = logging.getLogger(__name__)
 
@@ -101,6 +102,30 @@ def load(records: Sequence[PluginRecord]) -> PluginSet:
 def discover_and_load(path: Sequence[str] | None = None) -> PluginSet:
     """Find, check and import every installed plugin."""
     return load(discover(path))
+
+
+def declared_operators(plugins: PluginSet, record: PluginRecord) -> list[OperatorSpec]:
+    """Operators one plugin declares, checked to be declarations.
+
+    Raises:
+        DeclarationError: If the hook fails, or returns what is no usable declaration.
+    """
+    hook = "torchtitan_npu_operators"
+    try:
+        specs = [spec for returned in plugins.call(record, hook) for spec in returned]
+    except Exception as error:
+        raise DeclarationError(record.owner, hook, f"{type(error).__name__}: {error}") from error
+    for spec in specs:
+        if not isinstance(spec, OperatorSpec):
+            what = f"it returned a {type(spec).__name__}, expected OperatorSpec"
+            raise DeclarationError(record.owner, hook, what)
+        try:
+            wrong = calls_misfit(spec, spec.schema)
+        except ValueError as error:
+            wrong = str(error)
+        if wrong:
+            raise DeclarationError(record.owner, hook, f"{spec.name}: {wrong}")
+    return specs
 
 
 def _load_one(record: PluginRecord, manager: pluggy.PluginManager) -> None:

@@ -24,7 +24,7 @@ from torchtitan_npu_core.compat import installed_version
 from torchtitan_npu_core.discovery import PluginRecord
 from torchtitan_npu_core.errors import NotDifferentiableError, OperatorVersionError
 from torchtitan_npu_core.limits import enforce_limits, family_of
-from torchtitan_npu_core.loading import PluginSet, discover_and_load
+from torchtitan_npu_core.loading import PluginSet, declared_operators, discover_and_load
 from torchtitan_npu_core.schemas import calls_misfit, fitting_versions
 from torchtitan_npu_core.specs import OperatorSpec
 
@@ -259,20 +259,6 @@ def _add_sharding(spec: OperatorSpec, rule: Callable[..., Any]) -> None:
         if overload in getattr(propagator, table, {}):
             return
     register_sharding(overload)(rule)
-
-
-def declared_operators(plugins: PluginSet, record: PluginRecord) -> list[OperatorSpec]:
-    """Operators one plugin declares, checked to be declarations."""
-    specs = []
-    for returned in plugins.call(record, "torchtitan_npu_operators"):
-        for spec in returned:
-            if not isinstance(spec, OperatorSpec):
-                raise TypeError(
-                    f"plugin {record.name!r} ({record.owner}): torchtitan_npu_operators returned "
-                    f"a {type(spec).__name__}, expected OperatorSpec"
-                )
-            specs.append(spec)
-    return specs
 
 
 def declared_specs(plugins: PluginSet) -> dict[str, OperatorSpec]:
